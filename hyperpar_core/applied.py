@@ -1,0 +1,162 @@
+"""apply_plan, and the handle it returns. Every method delegates to the floor that does the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from .apply.agreement import agree
+from .apply.applier import Installed, install
+from .apply.gradient_sums import GradientSums
+from .apply.meshes import axis_groups
+from .apply.preflight import preflight, record
+from .apply.weights import broadcast_weights, weight_hashes
+from .errors import ApplyError
+from .placement import Placement, layout_on
+from .plan.sharding_plan import ShardingPlan
+from .train import batch as batches
+from .train import saving
+
+__all__ = ["Applied", "apply_plan"]
+
+
+class Applied:
+    """A planned model. Made by apply_plan, on every rank of the mesh; methods that gather are called by every rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ShardingPlan,
+        mesh: DeviceMesh,
+        mode: str,
+        data_parallel: str,
+        installed: Installed,
+    ) -> None:
+        self.model, self.plan, self.mesh, self.mode = model, plan, mesh, mode
+        self.expert_mesh: DeviceMesh | None = None
+        self._installed: Installed | None = installed
+        self._groups = axis_groups(mesh)
+        sums = {axis: group for axis, group in self._groups.items() if axis != "dp" or data_parallel == "core"}
+        self._sums = GradientSums(installed.parameters, sums)
+
+    @property
+    def source_layouts(self) -> dict[str, tuple[tuple[Placement, ...], DeviceMesh]]:
+        """{parameter: (placements, mesh)}: what each parameter looks like before data parallelism, on the plan's axes."""
+        axes = tuple(self.plan.sizes)
+        if not axes:
+            return {}
+        mesh = self.mesh[axes]
+        owners = {name: self.plan.owner(name) for name in self.plan.parameters}
+        return {name: (layout_on(contract.params[local], axes), mesh) for name, (contract, local) in owners.items()}
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's place along dp: which samples it reads."""
+        return self._groups["dp"].rank if "dp" in self._groups else 0
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of dp ranks."""
+        return self._groups["dp"].ranks if "dp" in self._groups else 1
+
+    def shard_batch(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Any:
+        """This rank's share of its dp rank's whole sequences: see train.batch.shard_batch. Every rank calls it."""
+        return batches.shard_batch(self.model, batch, self._groups)
+
+    def reduce_loss(self, loss: Tensor) -> Tensor:
+        """The mean over all tokens of all ranks, from this rank's share; for logging."""
+        return batches.reduce_loss(loss, self._groups)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """{original name: whole tensor}."""
+        return saving.full_parameters(self.model)
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """{original name: whole gradient, or None}."""
+        return saving.full_gradients(self.model)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The state_dict with whole tensors."""
+        return saving.full_state_dict(self.model)
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Writes a folder that plain transformers loads."""
+        saving.save_pretrained(self.model, folder, self.mesh, **options)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside leave gradients unsummed; the first one outside sums them too."""
+        return self._sums.no_sync()
+
+    @contextmanager
+    def observe(self, callback: Callable[[str, str, str, Tensor, Any], None]) -> Iterator[None]:
+        """Calls `callback(fqn, kind, name, local tensor, layout)` for every output ("output") and input gradient ("grad_input")."""
+        state = self._live().state
+        state.observer = callback
+        try:
+            yield
+        finally:
+            state.observer = None
+
+    def undo(self) -> nn.Module:
+        """Takes the plan off: the model with whole parameters, as trained so far. Every rank calls it."""
+        installed = self._live()
+        if any(isinstance(module, FSDPModule) for module in self.model.modules()):
+            raise ApplyError("undo() after fully_shard: FSDP can't be taken off a model; save it, and load it anew.")
+        values = self.full_parameters() if installed.mesh is not None else {}
+        self._sums.remove()
+        installed.journal.undo(values)
+        self._installed = None
+        return self.model
+
+    def _live(self) -> Installed:
+        if self._installed is None:
+            raise ApplyError("this plan was taken off its model by undo().")
+        return self._installed
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: ShardingPlan,
+    mesh: DeviceMesh,
+    *,
+    mode: str = "production",
+    data_parallel: str = "core",
+    weights: str = "check",
+) -> Applied:
+    """Makes `model` parallel in place. Every rank of `mesh` calls it with the same plan and a whole copy of the model.
+
+    data_parallel: "core" sums gradients over dp too; "external" leaves dp to FSDP, DDP or the caller.
+    weights: "check" refuses ranks whose copies differ, "broadcast" takes the first rank's, "trust" doesn't look.
+    Raises ApplyError, PlanError, PluginError or RankMismatch with the model as it was, on every rank.
+    """
+    problem: Exception | None = None
+    facts: dict[str, Any] = {}
+    try:
+        preflight(model, plan, mesh, mode, data_parallel, weights)
+        hashes = weight_hashes(model) if weights == "check" and mesh.size() > 1 else {}
+        facts = record(plan, mesh, {"mode": mode, "data_parallel": data_parallel, "weights": weights}, hashes)
+    except Exception as error:
+        problem = error
+    agree(mesh, facts, problem)
+    if weights == "broadcast":
+        broadcast_weights(model, mesh)
+    installed: Installed | None = None
+    try:
+        installed = install(model, plan, mesh, mode, data_parallel)
+    except Exception as error:
+        problem = error
+    try:
+        agree(mesh, {}, problem)
+    except BaseException:
+        if installed is not None:
+            installed.journal.roll_back()
+        raise
+    assert installed is not None
+    installed.journal.commit()
+    return Applied(model, plan, mesh, mode, data_parallel, installed)

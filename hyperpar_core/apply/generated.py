@@ -1,0 +1,118 @@
+"""Generated subclasses: how a module gets a boundary's forward and local parameters without a change to its code.
+
+A module of a plan gets a subclass of its own class, shared by all modules of that class with the same needs. What is particular to
+one module stands in its `__dict__`, so that deepcopy and pickling carry it, and nothing closes over a module.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import ApplyError
+
+__all__ = ["STATE", "ModuleState", "generated_class", "original_forward", "state_of"]
+
+STATE = "_hyperpar"
+
+
+class ModuleState:
+    """What hyperpar knows of one module.
+
+    region  the region that owns the module's direct parameters, or None
+    run     the behaviour of the module's own forward (a Region, a Root, an inner forward), or None
+    local   {parameter: (placements of its gradient, step from held to seen or None, its group)}
+    """
+
+    def __init__(self) -> None:
+        self.region: Any = None
+        self.run: Any = None
+        self.local: dict[str, tuple[tuple[Any, ...], Any, Any]] = {}
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    """The state that a plan gave this module, or None."""
+    return module.__dict__.get(STATE)
+
+
+def _read(module: nn.Module, name: str) -> Any:
+    parameter = module.__dict__["_parameters"].get(name)
+    state = module.__dict__[STATE]
+    if not state.region.active or not isinstance(parameter, DTensor):
+        return parameter
+    placements, step, group = state.local[name]
+    local = parameter.to_local(grad_placements=placements)
+    return local if step is None else step(local, group)
+
+
+def _parameter_property(name: str) -> property:
+    def get(self: nn.Module) -> Any:
+        try:
+            return _read(self, name)
+        except (
+            AttributeError
+        ) as error:  # an AttributeError would make Module.__getattr__ hand out the DTensor in silence
+            raise RuntimeError(f"reading {type(self).__name__}.{name} failed: {error}") from error
+
+    def put(self: nn.Module, value: Any) -> None:
+        self.register_parameter(name, value)
+
+    return property(get, put)
+
+
+_classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
+
+
+def _rebuild(base: type, names: tuple[str, ...], runs: bool) -> Any:
+    cls = generated_class(base, names, runs)
+    return object.__new__(cls)
+
+
+def generated_class(base: type, names: tuple[str, ...], runs: bool) -> type:
+    """The subclass of `base` with local access to the parameters `names`, and, when `runs`, with a forward that the state decides.
+
+    It keeps `__module__` and `__qualname__`: transformers keys registries by them. It pickles as (base, names, runs).
+    """
+    key = (base, names, runs)
+    if key in _classes:
+        return _classes[key]
+    members: dict[str, Any] = {name: _parameter_property(name) for name in names}
+    members.update(
+        __module__=base.__module__, __qualname__=base.__qualname__, __doc__=base.__doc__, _hyperpar_base=base
+    )
+    if runs:
+
+        @functools.wraps(base.forward)  # type: ignore[attr-defined]
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self.__dict__[STATE].run(self, args, kwargs)
+
+        members["forward"] = forward
+
+    def __reduce_ex__(self: Any, protocol: int) -> Any:
+        state: Any = super(cls, self).__reduce_ex__(protocol)
+        if state[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return state
+        return (_rebuild, key, *state[2:])
+
+    members["__reduce_ex__"] = __reduce_ex__
+    cls: Any = type(base.__name__, (base,), members)
+    _classes[key] = cls
+    return cls  # type: ignore[no-any-return]
+
+
+def original_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward that the module's own class has, whatever a plan put in front of it. For wrappers and local computes."""
+    base = getattr(type(module), "_hyperpar_base", None)
+    if base is None:
+        raise ApplyError(f"{type(module).__name__} belongs to no plan; call its forward.")
+    return base.forward(module, *args, **kwargs)
+
+
+def in_backward() -> bool:
+    """Whether the caller runs inside a backward: a checkpointed forward that is computed again."""
+    return bool(torch._C._current_graph_task_id() != -1)

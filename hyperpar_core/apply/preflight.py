@@ -1,0 +1,124 @@
+"""Everything about a model, a plan and a mesh that can be wrong, said before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..errors import ApplyError
+from ..plan.build import find_family, mesh_sizes
+from ..plan.contract import Contract
+from ..plan.sharding_plan import ShardingPlan
+from ..plugins import get_registry
+from .generated import state_of
+
+__all__ = ["MODES", "preflight", "record"]
+
+MODES = ("production",)
+
+
+def _check_model(model: nn.Module, plan: ShardingPlan) -> None:
+    if any(state_of(module) is not None for module in model.modules()):
+        raise ApplyError("this model has a plan on it already; call undo() on what apply_plan returned first.")
+    if any(type(module).__name__.startswith("FSDP") and hasattr(module, "unshard") for module in model.modules()):
+        raise ApplyError(
+            "this model is sharded by FSDP already; apply the plan first, then applied.fully_shard() or fully_shard()."
+        )
+    have = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    for name in sorted({*have, *plan.parameters}):
+        if name not in have:
+            raise ApplyError(
+                f"the plan was made for a model with {name!r}, which this one lacks; build the plan from this model."
+            )
+        if name not in plan.parameters:
+            raise ApplyError(f"parameter {name!r} isn't in the plan; build the plan from this model as it is now.")
+        if have[name] != tuple(plan.parameters[name]):
+            raise ApplyError(f"{name} is {have[name]} here and {tuple(plan.parameters[name])} in the plan.")
+    distributed = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    if distributed:
+        raise ApplyError(
+            f"{distributed[0]} is a DTensor already ({len(distributed)} parameters are); apply_plan takes whole parameters."
+        )
+    devices = sorted({str(p.device) for p in model.parameters()})
+    if len(devices) > 1:
+        raise ApplyError(f"the parameters are on several devices ({', '.join(devices)}); move the model to one.")
+    odd = [name for name, p in model.named_parameters() if not p.is_floating_point()]
+    if odd or getattr(model, "hf_quantizer", None) is not None:
+        raise ApplyError(
+            f"the model is quantised ({odd[0] if odd else 'hf_quantizer is set'}); only floating-point parameters can be planned."
+        )
+
+
+def _check_boundary(model: nn.Module, contract: Contract) -> None:
+    try:
+        module = model.get_submodule(contract.fqn)
+    except AttributeError:
+        raise ApplyError(f"the plan has a boundary at {contract.fqn!r}, and the model has no such module.") from None
+    if "forward" in module.__dict__:
+        raise ApplyError(
+            f"{contract.fqn}: its forward was replaced on the instance, so a boundary on its class would never run.\n"
+            "  Undo that (del module.forward) before apply_plan, or put the replacement on the class."
+        )
+    for attribute, divisor in contract.divide.items():
+        value = getattr(module, attribute, None)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ApplyError(f"{contract.fqn}.{attribute}: to be divided by {divisor}, and it is {value!r}.")
+        if value % divisor:
+            raise ApplyError(f"{contract.fqn}.{attribute}: {value} isn't divisible by {divisor}.")
+
+
+def preflight(
+    model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, mode: str, data_parallel: str, weights: str
+) -> None:
+    """Raises ApplyError, PlanError or PluginError for anything that would fail, or make numbers wrong, later. Changes nothing."""
+    if mode not in MODES:
+        raise ApplyError(f"mode {mode!r}; known: {', '.join(MODES)}.")
+    if data_parallel not in ("core", "external"):
+        raise ApplyError(f"data_parallel {data_parallel!r}; known: core, external.")
+    if weights not in ("check", "broadcast", "trust"):
+        raise ApplyError(f"weights {weights!r}; known: check, broadcast, trust.")
+    sizes = {axis: size for axis, size in mesh_sizes(mesh).items() if axis != "dp"}
+    if sizes != dict(plan.sizes):
+        raise ApplyError(f"the plan is for {_text(plan.sizes)}, and the mesh has {_text(sizes)}.")
+    _check_model(model, plan)
+    device = next((p.device.type for p in model.parameters()), mesh.device_type)
+    if device not in (mesh.device_type, "meta"):
+        raise ApplyError(f"the model is on {device}, and the mesh is for {mesh.device_type}; move the model first.")
+    for contract in plan.boundaries:
+        _check_boundary(model, contract)
+    registry = get_registry()
+    for contract in plan.boundaries:  # names in a plan from a file may be unknown here
+        if contract.lowerer is not None:
+            registry.lowerer(contract.lowerer)
+    if plan.loss is not None:
+        registry.loss(plan.loss.name)
+    family, _ = find_family(model)
+    if (family.name if family else None) != plan.family:
+        raise ApplyError(
+            f"the plan was made with family adapter {plan.family}, and here it is {family.name if family else None}."
+        )
+
+
+def record(
+    plan: ShardingPlan, mesh: DeviceMesh, options: Mapping[str, Any], hashes: Mapping[str, str]
+) -> dict[str, Any]:
+    """What must be equal on all ranks."""
+    import transformers
+
+    return {
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "plugins": {plugin: f"{dist} {version}" for plugin, dist, version in get_registry().digest_items()},
+        "mesh": f"{mesh.mesh_dim_names} {tuple(mesh.shape)}",
+        "options": dict(options),
+        "plan": plan.digest(),
+        "weights": dict(hashes),
+    }
+
+
+def _text(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one rank"

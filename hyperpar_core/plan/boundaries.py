@@ -1,0 +1,116 @@
+"""Which modules own a contract, and from which template each starts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from ..errors import PlanError
+from .roles import is_norm, names_of_embeddings
+
+__all__ = ["Structure", "find_boundaries", "find_structure", "owners"]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The parts of a decoder that boundaries hang on. Names; None where the model has no such part."""
+
+    embed: str | None
+    head: str | None
+    layers: tuple[str, ...]  # the decoder stack, in order
+    final_norm: str | None
+
+
+def find_structure(model: nn.Module) -> Structure:
+    """The embedding, the head, the longest list of layers and the norm behind it."""
+    embed, head = names_of_embeddings(model)
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and any(True for _ in module.parameters())
+    ]
+    outer = [(n, m) for n, m in lists if not any(n.startswith(other + ".") for other, _ in lists if other != n)]
+    if not outer:
+        return Structure(embed, head, (), None)
+    name, stack = max(outer, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    parent_name = name.rpartition(".")[0]
+    parent = model.get_submodule(parent_name)
+    children = list(parent.named_children())
+    position = [child for child, _ in children].index(name.rpartition(".")[2])
+    norms = [child for child, module in children[position + 1 :] if is_norm(module)]
+    prefix = f"{parent_name}." if parent_name else ""
+    return Structure(
+        embed, head, tuple(f"{name}.{i}" for i in range(len(stack))), f"{prefix}{norms[-1]}" if norms else None
+    )
+
+
+def _looks_like_attention(fqn: str, module: nn.Module) -> bool:
+    leaf = fqn.rpartition(".")[2].lower()
+    return (
+        "attn" in leaf
+        or "attention" in leaf
+        or "attention" in type(module).__name__.lower()
+        or hasattr(module, "head_dim")
+    )
+
+
+def find_boundaries(
+    model: nn.Module, roles: Mapping[str, str], structure: Structure, family_rules: Mapping[str, Any]
+) -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """{module name: (template, fields that the family declares)}, in the model's order.
+
+    A family's pattern (case-sensitive fnmatch over module names, the last match wins) decides; None takes a boundary away.
+    """
+    found: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    children: dict[str, set[str]] = {}
+    for parameter, role in roles.items():
+        owner = parameter.rpartition(".")[0]
+        children.setdefault(owner.rpartition(".")[0], set()).add(role)
+    inner = []
+    for fqn, module in model.named_modules():
+        template: str | None = None
+        if fqn == structure.embed:
+            template = "embed"
+        elif fqn == structure.head:
+            template = "lm_head"
+        elif {"colwise", "rowwise"} <= children.get(fqn, set()):
+            template = "attention" if _looks_like_attention(fqn, module) else "mlp"
+            inner.append(fqn + ".")
+        elif any(p is not None for p in module._parameters.values()) and not fqn.startswith(tuple(inner)):
+            own = {roles.get(f"{fqn}.{name}" if fqn else name) for name in module._parameters}
+            template = "norm" if "norm" in own else "replicated" if own & {"replicated", "bias"} else None
+        declared: Mapping[str, Any] = {}
+        matching = [rule for pattern, rule in family_rules.items() if fnmatchcase(fqn, pattern)]
+        if matching:
+            rule = matching[-1]
+            declared = {"template": rule} if isinstance(rule, str) or rule is None else dict(rule)
+            template = declared.get("template", template)
+        if template is not None:
+            found[fqn] = (template, {k: v for k, v in declared.items() if k != "template"})
+        elif declared.get("template", "") is None:
+            continue
+        elif declared:
+            raise PlanError(f"the family declares a boundary at '{fqn}' without a template, and none is derived there.")
+    if structure.layers and structure.layers[0] not in found:
+        found[structure.layers[0]] = ("stack", {})
+    order = {fqn: i for i, (fqn, _) in enumerate(model.named_modules())}
+    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+
+def owners(model: nn.Module, boundaries: Collection[str]) -> dict[str, str | None]:
+    """{parameter name: the nearest boundary above it, or None}, tied parameters under each of their names."""
+    result: dict[str, str | None] = {}
+    for owner_name, owner in model.named_modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            fqn = f"{owner_name}.{name}" if owner_name else name
+            scope: str | None = owner_name
+            while scope is not None and scope not in boundaries:
+                scope = scope.rpartition(".")[0] if "." in scope else ("" if scope else None)
+            result[fqn] = scope
+    return result

@@ -1,0 +1,118 @@
+"""The contract of one boundary: who owns which parameters, what arrives, what the compute needs, what it yields, what leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..errors import OverrideError
+from ..placement import Layout, format_layout, parse_layout
+
+__all__ = ["Contract"]
+
+_LAYOUTS = ("params", "param_use", "param_grad", "in_src", "in_dst", "in_grad", "out_src", "out_dst")
+
+
+@dataclass(frozen=True)
+class Contract:
+    """One boundary. Layouts map axis names to placements; an axis that is left out replicates.
+
+    fqn            the module's name in the model ("" is the model itself)
+    template       what it was derived from (attention, mlp, norm, ...), or "custom"
+    params         {parameter: how it is held}
+    param_use      {parameter: how the region sees it}, where that differs: a row-wise bias is Partial, held by the first rank
+    param_grad     {parameter: placement of its gradient when the backward leaves it}, before any sum
+    in_src, in_dst, in_grad   {forward argument: layout it arrives in, layout the compute needs, layout of its gradient there}
+    out_src, out_dst          {output name: layout the compute yields, layout that leaves}
+    out_names      names of a tuple's outputs, in order; a single tensor is "output"
+    inner_target   "self" or a child, whose forward `inner_wrapper` replaces; `inner_out_src` is a child target's output layout
+    local_compute_fn          replaces the region's compute
+    region_dispatch           False: a black box to validate mode; True: only ordinary operators; None: nothing is injected
+    options        of the wrapper or local compute
+    special_handlers          {parameter: handler name}
+    lowerer        name of the lowerer, or None for the default
+    divide         {attribute of the module: what it is divided by} while its region sees local tensors
+    features       {input or output: global length of its last dim}, for bytes and for uneven shards
+    """
+
+    fqn: str
+    template: str = "custom"
+    params: Mapping[str, Layout] = field(default_factory=dict)
+    param_use: Mapping[str, Layout] = field(default_factory=dict)
+    param_grad: Mapping[str, Layout] = field(default_factory=dict)
+    in_src: Mapping[str, Layout] = field(default_factory=dict)
+    in_dst: Mapping[str, Layout] = field(default_factory=dict)
+    in_grad: Mapping[str, Layout] = field(default_factory=dict)
+    out_src: Mapping[str, Layout] = field(default_factory=dict)
+    out_dst: Mapping[str, Layout] = field(default_factory=dict)
+    out_names: tuple[str, ...] = ("output",)
+    inner_target: str | None = None
+    inner_wrapper: Any = None
+    inner_out_src: Any = None
+    local_compute_fn: Any = None
+    region_dispatch: bool | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    special_handlers: Mapping[str, str] = field(default_factory=dict)
+    lowerer: str | None = None
+    divide: Mapping[str, int] = field(default_factory=dict)
+    features: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def injects(self) -> bool:
+        """Whether something replaces or weaves into the region's compute."""
+        return self.inner_wrapper is not None or self.local_compute_fn is not None
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data, fields at their defaults left out; callables are named, and can't be read back."""
+        data: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in _LAYOUTS:
+                value = {name: format_layout(layout) for name, layout in value.items()}
+            elif f.name in ("inner_wrapper", "local_compute_fn") and callable(value):
+                value = f"<callable {getattr(value, '__module__', '?')}:{getattr(value, '__qualname__', value)}>"
+            elif f.name == "inner_out_src" and isinstance(value, Mapping):
+                value = {n: format_layout(v) for n, v in value.items()}
+            elif f.name == "out_names":
+                value = list(value) if value != ("output",) else None
+            elif isinstance(value, Mapping):
+                value = dict(value)
+            if f.name == "fqn" or not (value is None or value == {}):
+                data[f.name] = value
+        return data
+
+    @classmethod
+    def from_data(cls, data: Any, where: str) -> Contract:
+        """The inverse of `to_data`; OverrideError on an unknown key or a value of the wrong type."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("fqn"), str):
+            raise OverrideError(f"{where}: a boundary is a mapping with an fqn, got {data!r}.")
+        known = {f.name for f in fields(cls)}
+        where = f"{where} ({data['fqn']})"
+        unknown = [k for k in data if k not in known]
+        if unknown:
+            raise OverrideError(f"{where}: unknown key {unknown[0]!r} (keys: {', '.join(sorted(known))}).")
+        values = dict(data)
+        for name in _LAYOUTS:
+            if name in values:
+                values[name] = parse_layouts(values[name], f"{where}.{name}")
+        for name in ("options", "special_handlers", "divide", "features"):
+            if not isinstance(values.get(name, {}), Mapping):
+                raise OverrideError(f"{where}.{name}: expected a mapping, got {values[name]!r}.")
+        if "out_names" in values:
+            values["out_names"] = tuple(values["out_names"])
+        for name in ("inner_wrapper", "local_compute_fn"):
+            if str(values.get(name, "")).startswith("<callable"):
+                raise OverrideError(
+                    f"{where}.{name}: the plan was made with a Python callable, which a file can't carry."
+                )
+        return cls(**values)
+
+
+def parse_layouts(value: object, where: str) -> dict[str, dict[str, Any]]:
+    """Reads `{name: {axis: placement}}`."""
+    if not isinstance(value, Mapping):
+        raise OverrideError(
+            f"{where}: expected a mapping of name to layout, such as {{weight: {{tp: shard(0)}}}}, got {value!r}."
+        )
+    return {str(name): parse_layout(layout, f"{where}.{name}") for name, layout in value.items()}

@@ -1,0 +1,86 @@
+"""Whole tensors under their own names, and folders that plain transformers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..apply.generated import STATE, state_of
+from ..apply.parameters import whole
+from ..errors import ApplyError
+
+__all__ = ["full_gradients", "full_parameters", "full_state_dict", "save_pretrained"]
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """{name: whole tensor}, tied names each, as they were before the plan. Every rank calls it, and gets all of them."""
+    return _gather({name: p for name, p in model.named_parameters(remove_duplicate=False)})
+
+
+def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """{name: whole gradient, sums done; None where there is none}. Every rank calls it; the gradients stay as they are."""
+    grads = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+    present = _gather({name: grad for name, grad in grads.items() if grad is not None})
+    return {name: present.get(name) for name in grads}
+
+
+def full_state_dict(model: nn.Module, *, cpu: bool = False) -> dict[str, Tensor]:
+    """The model's state_dict with whole tensors. Every rank calls it. cpu: each tensor goes to the host as it is gathered."""
+    return _gather({k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}, cpu=cpu)
+
+
+def _gather(tensors: dict[str, Any], *, cpu: bool = False) -> dict[str, Tensor]:
+    done: dict[int, Tensor] = {}
+    for value in tensors.values():
+        if id(value) not in done:
+            full = whole(value)
+            done[id(value)] = full.cpu() if cpu else full
+    return {name: done[id(value)] for name, value in tensors.items()}
+
+
+def save_pretrained(model: nn.Module, folder: str | Path, mesh: DeviceMesh, **options: Any) -> None:
+    """Writes a folder that plain transformers loads: whole tensors under their own names. Every rank calls it; the first one writes.
+
+    options go to transformers' own save_pretrained (max_shard_size and the like).
+    """
+    if not hasattr(type(model), "save_pretrained"):
+        raise ApplyError(f"{type(model).__name__} has no save_pretrained; take full_state_dict() and save it your way.")
+    state = full_state_dict(model, cpu=True)
+    first = not dist.is_initialized() or dist.get_rank() == int(mesh.mesh.flatten()[0])
+    problem = ""
+    if first:
+        try:
+            with torch.no_grad():
+                writer: Any = _bare(model)
+                writer.save_pretrained(folder, state_dict=state, **options)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        posted = [problem]
+        for axis in range(mesh.ndim):
+            group = mesh.get_group(axis)
+            dist.broadcast_object_list(posted, dist.get_global_rank(group, 0), group=group)
+        problem = posted[0]
+    if problem:
+        raise ApplyError(f"save_pretrained({str(folder)!r}) failed on the writing rank: {problem}")
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """A meta copy of the model without the plan: what transformers reads names, config and tied keys from."""
+    base = getattr(type(model), "_hyperpar_base", type(model))
+    config = getattr(model, "config", None)
+    with torch.device("meta"):
+        bare: nn.Module = base(config)
+    bare.__dict__.update(
+        {k: v for k, v in model.__dict__.items() if k not in bare.__dict__ and k != STATE and not k.startswith("_")}
+    )
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        bare.generation_config = generation
+    assert state_of(bare) is None
+    return bare
