@@ -9,8 +9,9 @@ A plugin is a module or object named by an entry point of group `hyperpar`; it m
     def hyperpar_inner_wrappers():
         return [InnerWrapper("my_attention", factory=make_my_attention, needs_axis="cp")]
 
-All hooks are collected once, when something first asks for a plugin. A name that a plan doesn't mention runs nothing; only
-the embedding and the loss are chosen automatically.
+All hooks are collected once, plugin by plugin, when something first asks for a plugin; none is `firstresult`, and all exist
+since API 1.0. A plugin that raises, or offers anything malformed, is left out whole (docs/hooks.md has the laws). A name
+that a plan doesn't mention runs nothing; only the embedding and the loss are chosen automatically.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ __all__ = [
     "PLAN_AXES",
     "Layout",
     "Placement",
+    "SharedShard",
     "format_layout",
     "format_placement",
     "layout_on",
@@ -30,9 +31,28 @@ __all__ = [
 
 Layout = Mapping[str, Placement]
 
+
+class SharedShard(Placement):
+    """How a region sees a replicated parameter of which runs of `copies` neighbouring ranks use the same slice along `dim`:
+    key/value heads that are fewer than the ranks. Written `shard(dim, copies)`; only a parameter's use has it.
+    """
+
+    def __init__(self, dim: int, copies: int) -> None:
+        self.dim, self.copies = dim, copies
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SharedShard) and (self.dim, self.copies) == (other.dim, other.copies)
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.copies))
+
+    def __repr__(self) -> str:
+        return f"SharedShard(dim={self.dim}, copies={self.copies})"
+
+
 PLAN_AXES = ("cp", "tp", "ep")
 _PARTIAL_OPS = ("sum", "max", "min", "avg")
-_PLACEMENT = re.compile(r"(replicate|partial|shard)(?:\(\s*(-?\w+)\s*\))?")
+_PLACEMENT = re.compile(r"(replicate|partial|shard)(?:\(\s*(-?\w+)\s*(?:,\s*(\d+)\s*)?\))?")
 
 
 def parse_placement(text: str | Placement) -> Placement:
@@ -41,7 +61,11 @@ def parse_placement(text: str | Placement) -> Placement:
         return text
     found = _PLACEMENT.fullmatch(text.strip().lower()) if isinstance(text, str) else None
     if found:
-        kind, argument = found.groups()
+        kind, argument, copies = found.groups()
+        if copies is not None:
+            if kind == "shard" and argument.isdigit() and int(copies) > 1:
+                return SharedShard(int(argument), int(copies))
+            kind = ""
         if kind == "replicate" and argument is None:
             return Replicate()
         if kind == "partial" and (argument is None or argument in _PARTIAL_OPS):
@@ -53,6 +77,8 @@ def parse_placement(text: str | Placement) -> Placement:
 
 def format_placement(placement: Placement) -> str:
     """The text that `parse_placement` reads back."""
+    if isinstance(placement, SharedShard):
+        return f"shard({placement.dim}, {placement.copies})"
     if isinstance(placement, Shard):
         return f"shard({placement.dim})"
     if isinstance(placement, Partial):

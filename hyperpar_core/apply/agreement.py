@@ -88,5 +88,7 @@ def agree(mesh: DeviceMesh, record: Mapping[str, Any], error: Exception | None =
 
 def _timeout() -> float:
     """Seconds that the job's process group waits."""
-    options = c10d._get_default_group()._get_backend(torch.device("cpu" if dist.get_backend() == "gloo" else "cuda")).options
+    options = (
+        c10d._get_default_group()._get_backend(torch.device("cpu" if dist.get_backend() == "gloo" else "cuda")).options
+    )
     return float(getattr(options, "_timeout", c10d.default_pg_timeout).total_seconds())

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from ..collectives.transition import Transition, transitions
 from ..errors import PlanError
 from ..factories import call_factory
-from ..placement import Layout
+from ..placement import Layout, SharedShard
 from ..plan.contract import Contract
 from ..plan.sharding_plan import ShardingPlan
 from ..plugins import get_registry
 from .generated import ModuleState, state_of
 from .journal import Journal
 from .meshes import axis_groups, submesh
-from .parameters import distribute, gradient_placements, held_placements
+from .parameters import BoundView, SharedSlice, distribute, gradient_placements, held_placements, pieces
 from .regions import BoundStep, ModelState, Region
 from .root import Root
 
@@ -64,6 +64,10 @@ class _Installer:
         self.journal = Journal()
         self.state = ModelState()
         self.parameters: dict[str, tuple[nn.Parameter, tuple[Any, ...]]] = {}
+        self.gradients: dict[int, tuple[Any, ...]] = {}  # {id of a DTensor parameter: placements of its gradient}
+        self.original_names = {
+            id(m): tuple(n for n, p in m._parameters.items() if p is not None) for m in model.modules()
+        }
 
     def install(self) -> Installed:
         try:
@@ -85,23 +89,26 @@ class _Installer:
         mesh = self.parameter_mesh
         if mesh is None:
             return
-        made: dict[int, nn.Parameter] = {}
+        made: dict[int, dict[str, nn.Parameter]] = {}
         for owner_name, owner in self.model.named_modules():
             for name, parameter in list(owner._parameters.items()):
                 if parameter is None:
                     continue
                 fqn = f"{owner_name}.{name}" if owner_name else name
                 if id(parameter) not in made:
-                    contract, local = self.plan.owner(fqn)
-                    held = held_placements(contract.params[local], mesh, parameter.ndim)
-                    made[id(parameter)] = distribute(parameter, mesh, held)
-                    grad = self._gradient(fqn, mesh, parameter.ndim)
-                    self.parameters[fqn] = (made[id(parameter)], grad)
-                self.journal.set_parameter(owner, name, fqn, made[id(parameter)])
+                    made[id(parameter)] = self._distributed(fqn, name, parameter, mesh)
+                self.journal.replace_parameter(owner, name, fqn, made[id(parameter)])
 
-    def _gradient(self, fqn: str, mesh: DeviceMesh, ndim: int) -> tuple[Any, ...]:
+    def _distributed(self, fqn: str, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> dict[str, nn.Parameter]:
+        """{name: the DTensor parameter}, or one for each section of a packed parameter."""
         contract, local = self.plan.owner(fqn)
-        return gradient_placements(contract.param_grad[local], mesh, ndim)
+        result = {}
+        for piece, value, held, grad in pieces(contract, local, name, parameter):
+            result[piece] = distribute(value, mesh, held_placements(held, mesh, parameter.ndim))
+            prefix = fqn[: len(fqn) - len(name)]
+            self.gradients[id(result[piece])] = gradient_placements(grad, mesh, parameter.ndim)
+            self.parameters[f"{prefix}{piece}"] = (result[piece], self.gradients[id(result[piece])])
+        return result
 
     # boundaries
 
@@ -158,13 +165,22 @@ class _Installer:
             owner = module.get_submodule(path)
             state = self._state(owner, runs=False)
             state.region = region
-            ndim = owner._parameters[name].ndim  # type: ignore[union-attr]
-            step = group = None
-            for transition in transitions(
-                contract.params[parameter], contract.param_use.get(parameter, contract.params[parameter]), {}, self.axes
-            ):
-                step, group = self._lower(contract, transition), self.groups[transition.axis]
-            state.local[name] = (gradient_placements(contract.param_grad[parameter], mesh, ndim), step, group)
+            sections = contract.sections.get(parameter, ())
+            names = [f"{name}_{section.name}" for section in sections] or [name]
+            if sections:
+                state.packed[name] = (sections[0].dim, tuple(names))
+            for piece in names:
+                state.local[piece] = (self.gradients[id(owner._parameters[piece])], self._view(contract, parameter))
+
+    def _view(self, contract: Contract, parameter: str) -> Callable[[Tensor], Tensor] | None:
+        """What makes the region's view of a parameter out of the local part, where that is another."""
+        seen = contract.param_use.get(parameter, {}).get("tp")
+        if seen is None:
+            return None
+        if isinstance(seen, SharedShard):
+            return SharedSlice(seen.dim, self.groups["tp"].ranks // seen.copies, self.groups["tp"].rank // seen.copies)
+        (step,) = transitions(contract.params[parameter], {"tp": seen}, {}, ("tp",))
+        return BoundView(self._lower(contract, step), self.groups["tp"])
 
     def _state(self, module: nn.Module, runs: bool) -> ModuleState:
         """The module's state; its class is generated on first need."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,13 +27,15 @@ class ModuleState:
 
     region  the region that owns the module's direct parameters, or None
     run     the behaviour of the module's own forward (a Region, a Root, an inner forward), or None
-    local   {parameter: (placements of its gradient, step from held to seen or None, its group)}
+    local   {parameter or section: (placements of its gradient, what makes the region's view of it or None)}
+    packed  {parameter: (dim, its sections)}, for parameters that are held in sections
     """
 
     def __init__(self) -> None:
         self.region: Any = None
         self.run: Any = None
-        self.local: dict[str, tuple[tuple[Any, ...], Any, Any]] = {}
+        self.local: dict[str, tuple[tuple[Any, ...], Callable[[torch.Tensor], torch.Tensor] | None]] = {}
+        self.packed: dict[str, tuple[int, tuple[str, ...]]] = {}
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
@@ -41,13 +44,20 @@ def state_of(module: nn.Module) -> ModuleState | None:
 
 
 def _read(module: nn.Module, name: str) -> Any:
-    parameter = module.__dict__["_parameters"].get(name)
     state = module.__dict__[STATE]
+    if name in state.packed:
+        dim, sections = state.packed[name]
+        if not state.region.active:
+            raise RuntimeError(
+                f"{name} is held in sections ({', '.join(sections)}); applied.full_parameters() has it whole"
+            )
+        return torch.cat([_read(module, section) for section in sections], dim)
+    parameter = module.__dict__["_parameters"].get(name)
     if not state.region.active or not isinstance(parameter, DTensor):
         return parameter
-    placements, step, group = state.local[name]
+    placements, view = state.local[name]
     local = parameter.to_local(grad_placements=placements)
-    return local if step is None else step(local, group)
+    return local if view is None else view(local)
 
 
 def _parameter_property(name: str) -> property:

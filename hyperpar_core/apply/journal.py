@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +16,32 @@ __all__ = ["Journal"]
 _ABSENT = object()
 
 
+@dataclass(frozen=True)
+class _Replaced:
+    module: nn.Module
+    name: str
+    fqn: str
+    now: tuple[str, ...]
+    original: nn.Parameter | None
+
+
+def _exchange(module: nn.Module, old: tuple[str, ...], new: Mapping[str, nn.Parameter | None]) -> None:
+    """Registers `new` where `old` stood; the other parameters keep their places."""
+    items = list(module._parameters.items())
+    module._parameters.clear()
+    for name, value in items:
+        if name == old[0]:
+            module._parameters.update(new)
+        elif name not in old:
+            module._parameters[name] = value
+
+
 class Journal:
     """Changes are made through it, and undone in reverse order."""
 
     def __init__(self) -> None:
         self._inverses: list[Callable[[], None]] = []
-        self._parameters: list[tuple[nn.Module, str, str, nn.Parameter | None]] = []
+        self._replaced: list[_Replaced] = []
 
     def set_class(self, module: nn.Module, names: tuple[str, ...], runs: bool) -> ModuleState:
         """Gives `module` its generated subclass and a fresh state."""
@@ -49,10 +70,10 @@ class Journal:
 
         self._inverses.append(inverse)
 
-    def set_parameter(self, module: nn.Module, name: str, fqn: str, value: nn.Parameter) -> None:
-        """Registers `value` in the place of a parameter. `fqn`: its name in the model."""
-        self._parameters.append((module, name, fqn, module._parameters[name]))
-        module._parameters[name] = value
+    def replace_parameter(self, module: nn.Module, name: str, fqn: str, values: Mapping[str, nn.Parameter]) -> None:
+        """Registers `values` ({its own name: one}, or its sections) in the place of a parameter. `fqn`: its name in the model."""
+        self._replaced.append(_Replaced(module, name, fqn, tuple(values), module._parameters[name]))
+        _exchange(module, (name,), values)
 
     def on_undo(self, inverse: Callable[[], None]) -> None:
         """Notes the inverse of a change made elsewhere."""
@@ -60,27 +81,26 @@ class Journal:
 
     def roll_back(self) -> None:
         """Takes everything back to the very objects that stood there before. Only before `commit`."""
-        for module, name, _, original in reversed(self._parameters):
-            module._parameters[name] = original
+        for entry in reversed(self._replaced):
+            _exchange(entry.module, entry.now, {entry.name: entry.original})
         self._run_inverses()
 
     def commit(self) -> None:
         """Lets go of the original parameters: from here on only `undo` goes back."""
-        self._parameters = [(module, name, fqn, None) for module, name, fqn, _ in self._parameters]
+        self._replaced = [replace(entry, original=None) for entry in self._replaced]
 
     def undo(self, values: Mapping[str, torch.Tensor]) -> None:
         """Takes everything back, with whole tensors in the place of the parameters; tied names share one parameter."""
         made: dict[int, nn.Parameter] = {}
-        for module, name, fqn, _ in reversed(self._parameters):
-            current = module._parameters[name]
+        for entry in reversed(self._replaced):
+            current = entry.module._parameters[entry.now[0]]
+            assert current is not None
             if id(current) not in made:
-                made[id(current)] = nn.Parameter(
-                    values[fqn], requires_grad=bool(current is not None and current.requires_grad)
-                )
-            module._parameters[name] = made[id(current)]
+                made[id(current)] = nn.Parameter(values[entry.fqn], requires_grad=current.requires_grad)
+            _exchange(entry.module, entry.now, {entry.name: made[id(current)]})
         self._run_inverses()
 
     def _run_inverses(self) -> None:
         while self._inverses:
             self._inverses.pop()()
-        self._parameters.clear()
+        self._replaced.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,9 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ..collectives.functional import AxisGroup
 from ..placement import Layout, Placement, layout_on, shard_size
+from ..plan.contract import Contract
+from ..plan.gradients import section_contract
 
-__all__ = ["distribute", "gradient_placements", "held_placements", "whole"]
+__all__ = ["BoundView", "SharedSlice", "distribute", "gradient_placements", "held_placements", "pieces", "whole"]
 
 
 def held_placements(layout: Layout, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
@@ -52,3 +57,43 @@ def whole(tensor: Any) -> Tensor:
     with torch.no_grad():
         full: Tensor = tensor.full_tensor().detach()
         return full.clone() if all(isinstance(p, Replicate) for p in tensor.placements) else full
+
+
+def pieces(
+    contract: Contract, parameter: str, name: str, value: nn.Parameter
+) -> Iterator[tuple[str, nn.Parameter, Layout, Layout]]:
+    """(registered name, whole value, how it is held, its gradient) of a parameter, or of each section of a packed one."""
+    sections = contract.sections.get(parameter)
+    if not sections:
+        yield name, value, contract.params[parameter], contract.param_grad[parameter]
+        return
+    offset = 0
+    for section in sections:
+        held, grad = section_contract(contract, parameter, section)
+        part = value.detach().narrow(section.dim, offset, section.size).clone(memory_format=torch.contiguous_format)
+        yield f"{name}_{section.name}", nn.Parameter(part, requires_grad=value.requires_grad), held, grad
+        offset += section.size
+
+
+@dataclass(frozen=True)
+class SharedSlice:
+    """A region's view of a parameter that every rank holds whole: the slice that this rank shares with its neighbours."""
+
+    dim: int
+    slices: int
+    index: int
+
+    def __call__(self, local: Tensor) -> Tensor:
+        size = local.shape[self.dim] // self.slices
+        return local.narrow(self.dim, self.index * size, size)
+
+
+@dataclass(frozen=True)
+class BoundView:
+    """A region's view of a parameter through one step of the transition table."""
+
+    step: Callable[[Tensor, AxisGroup], Tensor]
+    group: AxisGroup
+
+    def __call__(self, local: Tensor) -> Tensor:
+        return self.step(local, self.group)

@@ -122,7 +122,8 @@ def build_plan(
     tied = tied_groups(model)
     ctx = PlanContext(
         model=model, sizes=sizes, sequence_parallel=sequence_parallel, loss_parallel=bool(loss_parallel),
-        vocab_embedding=get_registry().find(LocalComputeFactory, VOCAB_EMBEDDING) is not None, roles=roles, structure=structure,
+        vocab_embedding=get_registry().find(LocalComputeFactory, VOCAB_EMBEDDING) is not None, roles=roles,
+        handlers=family.handlers if family else {}, structure=structure,
         tied=any({f"{structure.embed}.weight", f"{structure.head}.weight"} <= set(group) for group in tied),
     )  # fmt: skip
     found = find_boundaries(model, roles, structure, family.boundaries if family else {})

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ..descriptors import Section
 from ..errors import OverrideError
-from ..placement import Layout, format_layout, parse_layout
+from ..placement import Layout, format_layout, format_placement, parse_layout, parse_placement
 
 __all__ = ["Contract"]
 
@@ -31,6 +32,7 @@ class Contract:
     region_dispatch           False: a black box to validate mode; True: only ordinary operators; None: nothing is injected
     options        of the wrapper or local compute
     special_handlers          {parameter: handler name}
+    sections       {parameter: the sections that its handler cuts it into}, each held as a parameter of its own
     lowerer        name of the lowerer, or None for the default
     divide         {attribute of the module: what it is divided by} while its region sees local tensors
     features       {input or output: global length of its last dim}, for bytes and for uneven shards
@@ -54,6 +56,7 @@ class Contract:
     region_dispatch: bool | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     special_handlers: Mapping[str, str] = field(default_factory=dict)
+    sections: Mapping[str, tuple[Section, ...]] = field(default_factory=dict)
     lowerer: str | None = None
     divide: Mapping[str, int] = field(default_factory=dict)
     features: Mapping[str, int] = field(default_factory=dict)
@@ -74,6 +77,8 @@ class Contract:
                 value = f"<callable {getattr(value, '__module__', '?')}:{getattr(value, '__qualname__', value)}>"
             elif f.name == "inner_out_src" and isinstance(value, Mapping):
                 value = {n: format_layout(v) for n, v in value.items()}
+            elif f.name == "sections":
+                value = {name: [_section_data(s) for s in sections] for name, sections in value.items()}
             elif f.name == "out_names":
                 value = list(value) if value != ("output",) else None
             elif isinstance(value, Mapping):
@@ -99,6 +104,8 @@ class Contract:
         for name in ("options", "special_handlers", "divide", "features"):
             if not isinstance(values.get(name, {}), Mapping):
                 raise OverrideError(f"{where}.{name}: expected a mapping, got {values[name]!r}.")
+        if "sections" in values:
+            values["sections"] = _read_sections(values["sections"], f"{where}.sections")
         if "out_names" in values:
             values["out_names"] = tuple(values["out_names"])
         for name in ("inner_wrapper", "local_compute_fn"):
@@ -116,3 +123,28 @@ def parse_layouts(value: object, where: str) -> dict[str, dict[str, Any]]:
             f"{where}: expected a mapping of name to layout, such as {{weight: {{tp: shard(0)}}}}, got {value!r}."
         )
     return {str(name): parse_layout(layout, f"{where}.{name}") for name, layout in value.items()}
+
+
+def _section_data(section: Section) -> dict[str, Any]:
+    return {
+        "name": section.name,
+        "dim": section.dim,
+        "size": section.size,
+        "placement": format_placement(section.placement),
+    }
+
+
+def _read_sections(value: object, where: str) -> dict[str, tuple[Section, ...]]:
+    try:
+        assert isinstance(value, Mapping)
+        return {
+            str(name): tuple(
+                Section(str(s["name"]), int(s["dim"]), int(s["size"]), parse_placement(s["placement"]))
+                for s in sections
+            )
+            for name, sections in value.items()
+        }
+    except (AssertionError, KeyError, TypeError, ValueError):
+        raise OverrideError(
+            f"{where}: expected {{parameter: [{{name, dim, size, placement}}]}}, got {value!r}."
+        ) from None

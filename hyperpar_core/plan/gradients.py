@@ -13,10 +13,11 @@ from dataclasses import replace
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from ..descriptors import Section
 from ..placement import Layout, Placement
 from .contract import Contract
 
-__all__ = ["computes_on_parts", "with_gradients"]
+__all__ = ["computes_on_parts", "section_contract", "with_gradients"]
 
 
 def computes_on_parts(contract: Contract, axis: str) -> bool:
@@ -29,7 +30,6 @@ def _derive(layout: Layout, use: Layout, parts: Mapping[str, bool]) -> dict[str,
     grad: dict[str, Placement] = {}
     for axis, on_parts in parts.items():
         held, seen = layout.get(axis, Replicate()), use.get(axis)
-        # Over an axis of tokens (cp) each rank's share of the sum is its own: a bias that is added on parts of the tokens is Partial.
         if isinstance(held, Shard):
             grad[axis] = held
         elif isinstance(seen, Partial):
@@ -37,6 +37,13 @@ def _derive(layout: Layout, use: Layout, parts: Mapping[str, bool]) -> dict[str,
         else:
             grad[axis] = Partial() if on_parts else Replicate()
     return grad
+
+
+def section_contract(contract: Contract, parameter: str, section: Section) -> tuple[Layout, Layout]:
+    """(how a section of a packed parameter is held, placement of its gradient), on every axis of the parameter's own gradient."""
+    held: Layout = {} if isinstance(section.placement, Replicate) else {"tp": section.placement}
+    axes = contract.param_grad[parameter]
+    return held, _derive(held, {}, {axis: computes_on_parts(contract, axis) for axis in axes})
 
 
 def with_gradients(contract: Contract, axes: Iterable[str]) -> Contract:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from ..descriptors import Section
 from ..errors import PlanError, Refused
-from ..placement import Layout, Placement
+from ..placement import Layout, Placement, SharedShard
+from ..plugins import get_registry
 from .boundaries import Structure
 from .contract import Contract
 
@@ -23,6 +26,8 @@ __all__ = ["PlanContext", "contract_from", "first_argument"]
 VOCAB_EMBEDDING = "vocab_parallel_embedding"
 
 # Integer attributes that count heads, as models use them for reshapes; a region that sees local heads needs them divided.
+KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads")
+KV_GROUPS = ("num_key_value_groups", "n_rep")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_heads", "n_head")
 
 
@@ -36,6 +41,7 @@ class PlanContext:
     loss_parallel: bool
     vocab_embedding: bool  # whether the vocab-parallel embedding is there to be used
     roles: Mapping[str, str]
+    handlers: Mapping[str, str]  # {parameter pattern: special handler}
     structure: Structure
     tied: bool  # input embedding and output head share their weight
 
@@ -68,28 +74,68 @@ def first_argument(module: nn.Module) -> str:
     return names[1]
 
 
-def _held(ctx: PlanContext, fqn: str, parameter: str, value: nn.Parameter) -> tuple[Layout, Layout | None]:
-    """(how a parameter is held, how the region sees it where that differs), from its role."""
-    role = ctx.roles.get(f"{fqn}.{parameter}" if fqn else parameter)
-    if ctx.tp == 1 or role in ("norm", "replicated", "moe_gate"):
-        return {}, None
-    if role == "colwise":
-        return {"tp": Shard(0)}, None
-    if role == "rowwise":
-        return ({"tp": Shard(1)}, None) if value.ndim > 1 else ({}, {"tp": Partial()})
-    raise PlanError(f"{fqn}.{parameter}: role {role!r} has no placement in this boundary.")
+@dataclass(frozen=True)
+class _Held:
+    """How a boundary's parameters are held and used: the fields of the same names in its contract."""
+
+    params: dict[str, Layout]
+    param_use: dict[str, Layout]
+    special_handlers: dict[str, str]
+    sections: dict[str, tuple[Section, ...]]
 
 
-def _parameters(
-    ctx: PlanContext, fqn: str, owned: Mapping[str, nn.Parameter]
-) -> tuple[dict[str, Layout], dict[str, Layout]]:
-    params: dict[str, Layout] = {}
-    use: dict[str, Layout] = {}
+def _parameters(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> _Held:
+    """Placements from roles."""
+    held = _Held({}, {}, {}, {})
     for name, value in owned.items():
-        params[name], seen = _held(ctx, fqn, name, value)
-        if seen is not None:
-            use[name] = seen
-    return params, use
+        full = f"{fqn}.{name}" if fqn else name
+        role = ctx.roles.get(full)
+        path, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(path)
+        # Conv1D keeps its weight as [in, out]; it says so by counting its outputs in nf.
+        transposed = (
+            value.ndim == 2 and getattr(owner, "nf", None) == value.shape[1] and not isinstance(owner, nn.Linear)
+        )
+        if ctx.tp == 1 or role in ("norm", "replicated", "moe_gate"):
+            held.params[name] = {}
+        elif role == "colwise":
+            held.params[name] = {"tp": Shard(1 if transposed else 0)}
+        elif role == "rowwise" and value.ndim > 1:
+            held.params[name] = {"tp": Shard(0 if transposed else 1)}
+        elif role == "rowwise":
+            held.params[name] = {}
+            held.param_use[name] = {"tp": Partial()}
+        elif role == "packed":
+            handler = next(
+                (h for pattern, h in reversed(list(ctx.handlers.items())) if fnmatchcase(full, pattern)), None
+            )
+            if handler is None:
+                raise PlanError(f"{full}: role 'packed', and no special handler is declared for it.")
+            sections = _sections(ctx, full, handler, owner, leaf, value)
+            held.special_handlers[name], held.sections[name] = handler, sections
+            held.params[name] = {
+                "tp": next((s.placement for s in sections if isinstance(s.placement, Shard)), Replicate())
+            }
+        else:
+            raise PlanError(f"{full}: role {role!r} has no placement in this boundary.")
+    return held
+
+
+def _sections(
+    ctx: PlanContext, full: str, handler: str, owner: nn.Module, leaf: str, value: nn.Parameter
+) -> tuple[Section, ...]:
+    describe = get_registry().special_handler(handler)[0].sections
+    config = getattr(ctx.model, "config", None)
+    sections = tuple(describe(tuple(value.shape), module=owner, param_name=leaf, config=config))
+    dims = {s.dim for s in sections}
+    if len(dims) != 1 or sum(s.size for s in sections) != value.shape[min(dims)]:
+        raise PlanError(
+            f"{full}: handler {handler!r} cuts {tuple(value.shape)} into {[(s.dim, s.size) for s in sections]}, which don't add up."
+        )
+    for section in sections:
+        if isinstance(section.placement, Shard) and section.size % ctx.tp:
+            raise Refused(f"{full}: section {section.name!r} of {section.size} can't be split over tp={ctx.tp}.")
+    return sections
 
 
 def _require(ctx: PlanContext, fqn: str, count: int, what: str) -> None:
@@ -102,35 +148,75 @@ def _require(ctx: PlanContext, fqn: str, count: int, what: str) -> None:
 
 
 def _attention(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
-    params, use = _parameters(ctx, fqn, owned)
-    head_dim = getattr(module, "head_dim", None)
-    divide = {}
+    held = _parameters(ctx, fqn, module, owned)
+    divide: dict[str, int] = {}
     if ctx.tp > 1:
-        for name, value in owned.items():
-            role = ctx.roles.get(f"{fqn}.{name}")
-            if role == "colwise" and value.ndim == 2:
-                if not isinstance(head_dim, int):
-                    raise Refused(
-                        f"{fqn}: the module has no head_dim, so the heads in {name} can't be counted; a family adapter has to declare them."
-                    )
-                heads = value.shape[0] // head_dim
-                kv = "key/value heads" if heads != _query_heads(module, heads) else "attention heads"
-                _require(ctx, fqn, heads, kv)
-            if role == "norm" and isinstance(head_dim, int) and value.shape[-1] != head_dim:
-                raise Refused(
-                    f"{fqn}.{name}: a norm of width {value.shape[-1]} inside attention with heads of {head_dim}: its statistic spans"
-                    f" heads that tp={ctx.tp} splits.\n  Declare its module a boundary with template 'sharded_norm' if its input is"
-                    " sharded on the last dim, or its role 'replicated' if every rank computes it whole."
-                )
+        shared = _split_heads(ctx, fqn, module, owned, held)
         divide = {a: ctx.tp for a in HEAD_COUNTS if isinstance(getattr(module, a, None), int)}
+        if shared:
+            divide.update({a: ctx.tp // shared for a in KV_HEAD_COUNTS if a in divide})
+            divide.update({a: shared for a in KV_GROUPS if isinstance(getattr(module, a, None), int)})
     x = first_argument(module)
     return Contract(
-        fqn, "attention", params, use,
+        fqn, "attention", **vars(held),
         in_src={x: ctx.hidden()}, in_dst={x: ctx.layout()},
         out_src={"output": ctx.layout(Partial()), "attn_weights": {"tp": Shard(1)} if ctx.tp > 1 else {}},
         out_dst={"output": ctx.hidden(), "attn_weights": {}},
         out_names=("output", "attn_weights"), divide=divide, features=_features(owned, x),
     )  # fmt: skip
+
+
+def _split_heads(
+    ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter], held: _Held
+) -> int | None:
+    """Checks that heads can be split over tp. Key/value heads that are fewer than the ranks are held whole and shared: the number of
+    ranks that share one is returned."""
+    head_dim = _head_dim(module)
+    shared: int | None = None
+    for name, value in owned.items():
+        role = ctx.roles.get(f"{fqn}.{name}")
+        if role == "colwise":
+            layout = held.params[name]["tp"]
+            assert isinstance(layout, Shard)
+            rows = value.shape[layout.dim]
+            if head_dim is None or rows % head_dim:
+                raise Refused(
+                    f"{fqn}.{name}: {rows} rows aren't whole heads of {head_dim}; a family adapter has to declare how they split."
+                )
+            heads = rows // head_dim
+            if heads < ctx.tp and ctx.tp % heads == 0 and heads != _query_heads(module, heads):
+                shared = ctx.tp // heads
+                held.params[name] = {}
+                held.param_use[name] = {"tp": SharedShard(layout.dim, shared)}
+                continue
+            _require(ctx, fqn, heads, "attention heads" if heads == _query_heads(module, heads) else "key/value heads")
+        if role == "packed" and head_dim is not None:
+            for section in held.sections[name]:
+                if isinstance(section.placement, Shard):
+                    _require(ctx, fqn, section.size // head_dim, f"heads in section {section.name} of {name}")
+        if role == "norm" and head_dim is not None and value.shape[-1] != head_dim:
+            raise Refused(
+                f"{fqn}.{name}: a norm of width {value.shape[-1]} inside attention with heads of {head_dim}: its statistic spans"
+                f" heads that tp={ctx.tp} splits.\n  Declare its module a boundary with template 'sharded_norm' if its input is"
+                " sharded on the last dim, or its role 'replicated' if every rank computes it whole."
+            )
+    return shared
+
+
+def _head_dim(module: nn.Module) -> int | None:
+    """The width of a head: the module's own number, else the config's."""
+    config = getattr(module, "config", None)
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    derived = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else None
+    for value in (
+        getattr(module, "head_dim", None),
+        getattr(module, "head_size", None),
+        getattr(config, "head_dim", None),
+        derived,
+    ):
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
 
 
 def _query_heads(module: nn.Module, default: int) -> int:
@@ -146,47 +232,54 @@ def _features(owned: Mapping[str, nn.Parameter], x: str) -> dict[str, int]:
 
 
 def _mlp(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
-    params, use = _parameters(ctx, fqn, owned)
+    held = _parameters(ctx, fqn, module, owned)
     for name, value in owned.items():
         if ctx.roles.get(f"{fqn}.{name}") == "colwise" and value.ndim == 2:
             _require(ctx, fqn, value.shape[0], f"intermediate features ({name})")
     x = first_argument(module)
     return Contract(
-        fqn, "mlp", params, use,
+        fqn, "mlp", **vars(held),
         in_src={x: ctx.hidden()}, in_dst={x: ctx.layout()},
         out_src={"output": ctx.layout(Partial())}, out_dst={"output": ctx.hidden()}, features=_features(owned, x),
     )  # fmt: skip
 
 
 def _norm(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
-    params, use = _parameters(ctx, fqn, owned)
+    held = _parameters(ctx, fqn, module, owned)
     x = first_argument(module)
     inside = fqn == ctx.structure.final_norm or fqn.startswith(tuple(f"{layer}." for layer in ctx.structure.layers))
     hidden = ctx.hidden() if inside else ctx.layout()
     out = ctx.layout() if fqn == ctx.structure.final_norm else hidden
     return Contract(
-        fqn, "norm", params, use, in_src={x: hidden}, in_dst={x: hidden},
+        fqn, "norm", **vars(held), in_src={x: hidden}, in_dst={x: hidden},
         out_src={"output": hidden}, out_dst={"output": out}, features=_features(owned, x),
     )  # fmt: skip
 
 
 def _sharded_norm(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
     """A norm whose input is cut along its normalised dim: gathered, normalised whole, cut again."""
-    params, use = _parameters(ctx, fqn, owned)
+    held = _parameters(ctx, fqn, module, owned)
+    head_dim = _head_dim(ctx.model.get_submodule(fqn.rpartition(".")[0]))
+    for value in owned.values():
+        if head_dim is not None and value.shape[-1] % head_dim == 0 and (value.shape[-1] // head_dim) % ctx.tp:
+            raise Refused(
+                f"{fqn}: its statistic spans {value.shape[-1] // head_dim} heads, which tp={ctx.tp} ranks would have to share."
+                f" Choose a tp that divides {value.shape[-1] // head_dim}."
+            )
     x = first_argument(module)
     cut, whole = ctx.layout(Shard(-1)), ctx.layout()
     return Contract(
-        fqn, "sharded_norm", params, use, in_src={x: cut}, in_dst={x: whole},
+        fqn, "sharded_norm", **vars(held), in_src={x: cut}, in_dst={x: whole},
         out_src={"output": whole}, out_dst={"output": cut}, features=_features(owned, x),
     )  # fmt: skip
 
 
 def _replicated(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
-    params, use = _parameters(ctx, fqn, owned)
+    held = _parameters(ctx, fqn, module, owned)
     x = first_argument(module)
     whole = ctx.layout()
     return Contract(
-        fqn, "replicated", params, use, in_src={x: whole}, in_dst={x: whole},
+        fqn, "replicated", **vars(held), in_src={x: whole}, in_dst={x: whole},
         out_src={"output": whole}, out_dst={"output": whole}, features=_features(owned, x),
     )  # fmt: skip
 

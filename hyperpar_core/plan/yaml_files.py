@@ -22,9 +22,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
             event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-            raise OverrideError(
-                f"line {event.start_mark.line + 1}: YAML aliases aren't read; write the value out."
-            )
+            raise OverrideError(f"line {event.start_mark.line + 1}: YAML aliases aren't read; write the value out.")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:

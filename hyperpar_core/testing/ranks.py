@@ -3,10 +3,11 @@
     from hyperpar_core.testing import pool
     results = pool(2).run(function, 3, timeout=30, key="value")      # [function(3, key="value") of rank 0, of rank 1]
 
-The processes are spawned once, import torch and transformers once, and serve every later run in a few milliseconds.
-The function is found by name (a function at the top of a module, also of a test file or a script); arguments and
-results are pickled. After each run a rank drops the process groups that the function made and restores what it changed
-in os.environ, the default dtype and the seed: nothing may be kept from one run for the next.
+Ranks are forked from one server process that has imported torch and transformers once, and serve every later run in a
+few milliseconds. The function is found by name (a function at the top of a module, also of a test file or a script);
+arguments and results are pickled. After each run a rank restores what the function changed in os.environ, the default
+dtype and the seed. Process groups stay, since meshes are shared between runs; when a run leaves too many, the next one
+gets a new job.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import queue
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -30,8 +32,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast
@@ -46,6 +48,16 @@ GROUP_TIMEOUT = 60.0  # seconds a collective waits for the other ranks
 START_TIMEOUT = 180.0  # seconds for a rank to import torch and transformers
 GRACE = 3.0  # seconds the other ranks get to finish once one has failed
 STDERR_LINES = 20
+MAX_GROUPS = 48  # process groups that may pile up in a rank; each has threads and sockets
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",  # a test never asks the network
+}
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch.distributed.tensor", "transformers", "hyperpar_core.testing"])
 
 
 class RankFailure(RuntimeError):
@@ -77,11 +89,11 @@ class _Job:
 
 
 class RankPool:
-    """`world_size` rank processes in one process group: spawned at first use, and again after a run got stuck."""
+    """`world_size` rank processes in one process group: started at first use, and again after a run got stuck."""
 
     def __init__(self, world_size: int, backend: str = "gloo", grace: float = GRACE) -> None:
         self.world_size, self.backend, self.grace = world_size, backend, grace
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[ForkServerProcess] = []
         self._connections: list[Connection] = []
         self._folder: Path | None = None
         self._store: TCPStore | None = None
@@ -94,14 +106,14 @@ class RankPool:
     @property
     def pids(self) -> list[int]:
         """The processes of the ranks, in order; empty before the first run."""
-        return [process.pid for process in self._processes]
+        return [process.pid or 0 for process in self._processes]
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
         """Calls `fn(*args, **kwargs)` on every rank and returns the results in the order of the ranks.
 
         Raises RankFailure with every rank's traceback if one raises, dies, or isn't done within `timeout` seconds, or
         `grace` seconds after another has failed. Ranks that hang are shown with their stacks; then the processes are
-        killed, and the next run spawns new ones.
+        killed, and the next run starts new ones.
         """
         module, file, name = _reference(fn)
         arguments = pickle.dumps((args, kwargs))
@@ -117,11 +129,13 @@ class RankPool:
         reports = {rank: f"{reply[1]}{self._stderr(rank)}" for rank, reply in replies.items() if not reply[0]}
         exceptions = {r: reply[2] for r, reply in replies.items() if not reply[0] and reply[2] is not None}
         if not (died or missing or reports):
+            if any(reply[2] > MAX_GROUPS for reply in replies.values()):
+                self._generation += 1
             return [pickle.loads(replies[rank][1]) for rank in range(self.world_size)]
         where = f"{module}.{name} on {self.world_size} ranks"
         for rank in died:
-            code = self._processes[rank].wait(timeout=10)
-            reports[rank] = f"died with exit code {code}{self._stderr(rank)}"
+            self._processes[rank].join(10)
+            reports[rank] = f"died with exit code {self._processes[rank].exitcode}{self._stderr(rank)}"
         summary = f"{where}: failed on ranks {sorted(reports)}"
         if missing:
             late = f"{self.grace:g} s after ranks {sorted(reports)} had failed" if reports else f"after {timeout:g} s"
@@ -134,13 +148,13 @@ class RankPool:
         raise RankFailure(summary, reports, exceptions)
 
     def close(self) -> None:
-        """Ends the rank processes (these only, by their ids). A later run spawns new ones."""
+        """Ends the rank processes (these only, by their ids). A later run starts new ones."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.wait()
+            process.join()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._processes, self._connections, self._folder, self._store = [], [], None, None
@@ -148,15 +162,16 @@ class RankPool:
     # ---- the parent's side
 
     def start(self) -> None:
-        """Spawns the ranks, unless they live; `run` does it by itself."""
-        if self._processes and all(process.poll() is None for process in self._processes):
+        """Starts the ranks, unless they live; `run` does it by itself."""
+        if self._processes and all(process.is_alive() for process in self._processes):
             return
         self.close()
         self._folder = Path(tempfile.mkdtemp(prefix="hyperpar-ranks-"))
         self._seen = [0] * self.world_size
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for rank in range(self.world_size):
-            self._spawn(rank)
+        with _quiet_start():
+            for rank in range(self.world_size):
+                self._spawn(rank, self._store.port)
         replies, died = self._exchange(None, START_TIMEOUT)
         if died or len(replies) < self.world_size:
             missing = [rank for rank in range(self.world_size) if rank not in replies]
@@ -164,28 +179,19 @@ class RankPool:
             self.close()
             raise RankFailure(f"ranks {missing} of {self.world_size} didn't start", reports, {})
 
-    def _spawn(self, rank: int) -> None:
-        assert self._store
-        ours, theirs = Pipe()
+    def _spawn(self, rank: int, port: int) -> None:
+        ours, theirs = _context.Pipe()
         environment = {
             **os.environ,
-            **{"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-            **{"HF_HUB_OFFLINE": "1"},  # a test never asks the network
+            **ENVIRONMENT,
             **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.world_size)},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         }
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _serve; _serve()"
-        arguments = [str(theirs.fileno()), str(rank), str(self.world_size), self.backend, str(self._store.port)]
-        with open(self._file(rank, "stderr"), "wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-c", code, *arguments, str(self._file(rank, "stack"))],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C reaches the parent alone
-            )
+        for kind in ("stderr", "stack"):
+            self._file(rank, kind).touch()
+        files = str(self._file(rank, "stderr")), str(self._file(rank, "stack"))
+        process = _context.Process(target=_serve, args=(theirs, rank, self.world_size, self.backend, environment, *files))
+        process.start()
         theirs.close()
         self._processes.append(process)
         self._connections.append(ours)
@@ -230,7 +236,7 @@ class RankPool:
         """Asks each rank's faulthandler where it is, which works while a rank waits inside a collective."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+                os.kill(self.pids[rank], signal.SIGUSR1)
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline and not all(self._file(rank, "stack").stat().st_size for rank in ranks):
             time.sleep(0.02)
@@ -255,6 +261,23 @@ def close_pools() -> None:
         shared.close()
 
 
+@contextlib.contextmanager
+def _quiet_start() -> Iterator[None]:
+    """Around the start of ranks: the server's environment has one thread, and no rank runs a script's main part again.
+
+    A rank finds a script's functions by itself (see `_find`), so it isn't told of the main module.
+    """
+    main, before = sys.modules["__main__"], dict(os.environ)
+    sys.modules["__main__"] = ModuleType("__main__")
+    os.environ.update(ENVIRONMENT)
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def _reference(fn: Callable[..., Any]) -> tuple[str, str | None, str]:
     """(module, file, name) of a function, for a rank to find it by."""
     if not isinstance(fn, FunctionType) or "<" in fn.__qualname__:
@@ -266,19 +289,31 @@ def _reference(fn: Callable[..., Any]) -> tuple[str, str | None, str]:
 # ---- the rank's side
 
 
-def _serve() -> None:
+def _serve(
+    connection: Connection,
+    rank: int,
+    world_size: int,
+    backend: str,
+    environment: dict[str, str],
+    stderr_file: str,
+    stack_file: str,
+) -> None:
     """The main loop of a rank process."""
-    descriptor, rank, world_size, port = (int(sys.argv[i]) for i in (1, 2, 3, 5))
-    backend, stack_file = sys.argv[4], sys.argv[6]
-    connection = Connection(descriptor)
+    os.setsid()  # Ctrl-C reaches the parent alone
+    with open(stderr_file, "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
     faulthandler.register(signal.SIGUSR1, file=open(stack_file, "w"), all_threads=False)  # noqa: SIM115
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, jobs), daemon=True).start()
     importlib.import_module("transformers")
     importlib.import_module("torch.distributed.tensor")
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    connection.send_bytes(pickle.dumps((True, b"")))
+    store = TCPStore("127.0.0.1", int(environment["MASTER_PORT"]), is_master=False)
+    gc.freeze()  # what was imported stays; a collection after each run looks at the run's objects alone
+    connection.send_bytes(pickle.dumps((True, b"", 0)))
     generation = None
     while True:
         job: _Job = pickle.loads(jobs.get())
@@ -294,7 +329,8 @@ def _serve() -> None:
             with _isolated():
                 function = _find(job)
                 args, kwargs = pickle.loads(job.arguments)
-                reply = pickle.dumps((True, pickle.dumps(function(*args, **kwargs))))
+                result = pickle.dumps(function(*args, **kwargs))
+            reply = pickle.dumps((True, result, len(dist.distributed_c10d._world.pg_map)))
         except BaseException as error:
             reply = _failure(error)
         sys.stdout.flush()
@@ -362,7 +398,7 @@ def _same_file(module: ModuleType, file: str | None) -> bool:
 
 @contextlib.contextmanager
 def _isolated() -> Iterator[None]:
-    """What one run changes in the process is undone after it. Process groups stay: meshes are shared between runs."""
+    """What one run changes in the process is undone after it."""
     environment, dtype = dict(os.environ), torch.get_default_dtype()
     torch.manual_seed(0)
     try:
@@ -373,3 +409,4 @@ def _isolated() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(True)
         torch.set_num_threads(1)
+        gc.collect()

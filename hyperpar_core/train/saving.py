@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +20,62 @@ __all__ = ["full_gradients", "full_parameters", "full_state_dict", "save_pretrai
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     """{name: whole tensor}, tied names each, as they were before the plan. Every rank calls it, and gets all of them."""
-    return _gather({name: p for name, p in model.named_parameters(remove_duplicate=False)})
+    return _whole(model, {name: p for name, p in model.named_parameters(remove_duplicate=False)})
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """{name: whole gradient, sums done; None where there is none}. Every rank calls it; the gradients stay as they are."""
     grads = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
-    present = _gather({name: grad for name, grad in grads.items() if grad is not None})
-    return {name: present.get(name) for name in grads}
+    present = _whole(model, {name: grad for name, grad in grads.items() if grad is not None})
+    return {name: present.get(name) for name in _original_names(model, grads)}
 
 
 def full_state_dict(model: nn.Module, *, cpu: bool = False) -> dict[str, Tensor]:
     """The model's state_dict with whole tensors. Every rank calls it. cpu: each tensor goes to the host as it is gathered."""
-    return _gather({k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}, cpu=cpu)
+    tensors = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
+    return _whole(model, tensors, cpu=cpu)
 
 
-def _gather(tensors: dict[str, Any], *, cpu: bool = False) -> dict[str, Tensor]:
+def _packed(model: nn.Module) -> dict[str, tuple[str, int, tuple[str, ...]]]:
+    """{name of a section: (name of its parameter, dim, names of all its sections)}."""
+    found = {}
+    for prefix, module in model.named_modules():
+        state = state_of(module)
+        for name, (dim, sections) in (state.packed if state else {}).items():
+            dot = f"{prefix}." if prefix else ""
+            names = tuple(f"{dot}{section}" for section in sections)
+            found.update({section: (f"{dot}{name}", dim, names) for section in names})
+    return found
+
+
+def _original_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    packed = _packed(model)
+    return list(dict.fromkeys(packed[name][0] if name in packed else name for name in names))
+
+
+def _whole(model: nn.Module, tensors: Mapping[str, Any], *, cpu: bool = False) -> dict[str, Tensor]:
+    """Whole tensors under their original names, sections joined, one storage for tied names."""
+    packed = _packed(model)
     done: dict[int, Tensor] = {}
-    for value in tensors.values():
+
+    def gather(value: Any) -> Tensor:
         if id(value) not in done:
             full = whole(value)
             done[id(value)] = full.cpu() if cpu else full
-    return {name: done[id(value)] for name, value in tensors.items()}
+        return done[id(value)]
+
+    result: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        original, dim, sections = packed.get(name, (name, 0, ()))
+        if original in result:
+            continue
+        if sections:
+            result[original] = torch.cat([whole(tensors[section]) for section in sections], dim)
+            if cpu:
+                result[original] = result[original].cpu()
+        else:
+            result[original] = gather(value)
+    return result
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, mesh: DeviceMesh, **options: Any) -> None:

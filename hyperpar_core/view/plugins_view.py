@@ -98,8 +98,8 @@ def env_report() -> dict[str, Any]:
 
 def _nccl_version() -> str | bool:
     try:
-        version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        return ".".join(map(str, version))
+        nccl: Any = torch.cuda.nccl  # untyped
+        return ".".join(map(str, nccl.version()))
     except (AttributeError, RuntimeError, ValueError):  # built in, but its library can't be asked
         return True
 

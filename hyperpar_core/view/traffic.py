@@ -1,0 +1,177 @@
+"""What a plan moves and holds, in bytes of one rank.
+
+Convention: bytes are what this rank hands to a collective, as counted at the process group's input. For a tensor of `whole` bytes on
+an axis of n ranks that is whole / n for an all-gather, whole for an all-reduce and a reduce-scatter, and whole / n for an all-to-all.
+Uneven shards are counted as long as the longest, which is how they travel. A rank's parameters are counted as the first rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from torch.distributed.tensor import Partial, Shard
+
+from ..apply.gradient_sums import BUCKET_BYTES
+from ..collectives.transition import Transition, transitions
+from ..placement import Layout, Placement, shard_size
+from ..plan.contract import Contract
+from ..plan.gradients import section_contract
+from ..plan.sharding_plan import ShardingPlan
+
+__all__ = ["GradientSum", "Movement", "gradient_sums", "held_parts", "movements", "predict"]
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Movement:
+    """One collective of one step: `tensor` is an input or output of a boundary; `direction` is forward or backward."""
+
+    tensor: str
+    direction: str
+    axis: str
+    collective: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """One bucketed all-reduce over `axis` at the end of a backward, of the gradients of `parameters`."""
+
+    axis: str
+    parameters: tuple[str, ...]
+    bytes: int
+
+
+def held_parts(plan: ShardingPlan, contract: Contract, name: str) -> list[tuple[int, Layout]]:
+    """(the first rank's elements, placement of their gradient) of a parameter: one part, or one per section of a packed one."""
+    shape = plan.parameters[f"{contract.fqn}.{name}" if contract.fqn else name]
+    sections = contract.sections.get(name)
+    if not sections:
+        return [(prod(_cut(shape, contract.params[name], plan.sizes)), contract.param_grad.get(name, {}))]
+    parts = []
+    for section in sections:
+        whole = tuple(section.size if dim == section.dim % len(shape) else size for dim, size in enumerate(shape))
+        held, grad = section_contract(contract, name, section)
+        parts.append((prod(_cut(whole, held, plan.sizes)), grad))
+    return parts
+
+
+def _cut(shape: tuple[int, ...], layout: Layout, sizes: Mapping[str, int]) -> list[int]:
+    """The first rank's local shape."""
+    local = list(shape)
+    for axis, ranks in sizes.items():
+        placement = layout.get(axis)
+        if isinstance(placement, Shard):
+            local[placement.dim] = shard_size(local[placement.dim], ranks, 0)[0]
+    return local
+
+
+def movements(
+    plan: ShardingPlan, contract: Contract, batch: int, sequence: int, bytes_per_element: int
+) -> list[Movement]:
+    """The collectives of one boundary in a step, forward and backward, from the transition table.
+
+    `batch` x `sequence`: a dp rank's tokens. A tensor whose width the plan doesn't know isn't counted. What an injection sends by
+    itself isn't either: a plan knows only what happens at the boundary.
+    """
+    found: list[Movement] = []
+    sides = (
+        ("in", contract.in_src, contract.in_dst, contract.in_grad),
+        ("out", contract.out_src, contract.out_dst, {}),
+    )
+    for side, src, dst, grads in sides:
+        for name, before in src.items():
+            width = contract.features.get(name)
+            if width is None or name not in dst:
+                continue
+            shape = (batch, sequence, width)
+            grad = grads.get(name, {})
+            steps = transitions(before, dst[name], grad, plan.sizes)
+            forward = ((t, t.forward, t.src, t.dst) for t in steps)
+            backward = ((t, t.backward, t.grad_in, t.grad_out) for t in reversed(steps))
+            ids = side == "in" and contract.template == "embed"  # token ids have no gradient
+            for direction, walk, at in (
+                ("forward", forward, dict(before)),
+                ("backward", () if ids else backward, {t.axis: t.grad_in for t in steps} | _others(dst[name], steps)),
+            ):
+                for t, op, a, b in walk:
+                    if op in COLLECTIVES:
+                        elements = _handed(shape, at, t.axis, op, a, b, plan.sizes)
+                        found.append(Movement(name, direction, t.axis, op, elements * bytes_per_element))
+                    at[t.axis] = b
+    return found
+
+
+def _others(layout: Layout, steps: tuple[Transition, ...]) -> dict[str, Placement]:
+    moved = {t.axis for t in steps}
+    return {axis: placement for axis, placement in layout.items() if axis not in moved}
+
+
+def _handed(
+    shape: tuple[int, ...], at: Layout, axis: str, op: str, src: Placement, dst: Placement, sizes: Mapping[str, int]
+) -> int:
+    """Elements at the input of one collective, padding included."""
+    local = _cut(shape, {a: p for a, p in at.items() if a != axis}, sizes)
+    ranks = sizes[axis]
+    if op in ("all_gather", "all_to_all") and isinstance(src, Shard):
+        local[src.dim] = -(-local[src.dim] // ranks)
+    if op in ("reduce_scatter", "all_to_all") and isinstance(dst, Shard):
+        local[dst.dim] = -(-local[dst.dim] // ranks) * ranks
+    return prod(local)
+
+
+def gradient_sums(plan: ShardingPlan, bytes_per_element: int, dp: int = 1) -> list[GradientSum]:
+    """The all-reduces at the end of a backward in which every parameter gets a gradient; over dp too where the core sums there."""
+    later = {name for group in plan.tied for name in group[1:]}
+    members: dict[str, list[tuple[str, int]]] = {axis: [] for axis in (*(("dp",) if dp > 1 else ()), *plan.sizes)}
+    for contract in plan.boundaries:
+        for name in contract.params:
+            fqn = f"{contract.fqn}.{name}" if contract.fqn else name
+            if fqn in later:
+                continue
+            for elements, grad in held_parts(plan, contract, name):
+                for axis, of_axis in members.items():
+                    if axis == "dp" or isinstance(grad.get(axis), Partial):
+                        of_axis.append((fqn, elements))
+    return [
+        GradientSum(axis, tuple(dict.fromkeys(n for n, _ in bucket)), sum(e + 1 for _, e in bucket) * bytes_per_element)
+        for axis, of_axis in members.items()
+        for bucket in _buckets(of_axis, bytes_per_element)
+    ]
+
+
+def _buckets(members: list[tuple[str, int]], bytes_per_element: int) -> Iterator[list[tuple[str, int]]]:
+    bucket: list[tuple[str, int]] = []
+    size = 0
+    for name, elements in members:
+        if bucket and size + elements * bytes_per_element > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, elements))
+        size += elements * bytes_per_element
+    if bucket:
+        yield bucket
+
+
+def predict(
+    plan: ShardingPlan, batch: int, sequence: int, *, bytes_per_element: int = 2, dp: int = 1
+) -> dict[str, tuple[int, int]]:
+    """{collective: (count, bytes)} of one training step on one rank: every boundary forward and backward, and the gradient sums.
+
+    `batch` x `sequence`: the whole sequences of one dp rank. Not in it: what wrappers, local computes and losses send by
+    themselves, and what activation checkpointing computes again.
+    """
+    total: dict[str, tuple[int, int]] = {}
+    handed = [
+        (m.collective, m.bytes)
+        for contract in plan.boundaries
+        for m in movements(plan, contract, batch, sequence, bytes_per_element)
+    ]
+    handed += [("all_reduce", s.bytes) for s in gradient_sums(plan, bytes_per_element, dp)]
+    for collective, size in handed:
+        count, bytes_ = total.get(collective, (0, 0))
+        total[collective] = (count + 1, bytes_ + size)
+    return total
