@@ -18,6 +18,8 @@ from .plan.build import LossSpec, build_plan, suggest_overrides
 from .plan.overrides import Override, Overrides
 from .plan.sharding_plan import ShardingPlan
 from .plugins import plugin_report
+from .view.diff import diff
+from .view.explain import explain
 
 __version__ = "0.1.0"
 
@@ -30,6 +32,8 @@ __all__ = [
     "ShardingPlan",
     "apply_plan",
     "build_plan",
+    "diff",
+    "explain",
     "hookimpl",
     "make_mesh",
     "original_forward",

@@ -19,9 +19,12 @@ from .apply.preflight import preflight, record
 from .apply.weights import broadcast_weights, weight_hashes
 from .errors import ApplyError
 from .placement import Placement, layout_on
+from .plan.boundaries import find_structure
 from .plan.sharding_plan import ShardingPlan
 from .train import batch as batches
+from .train import data_parallel as fsdp
 from .train import saving
+from .train.clip import clip_grad_norm
 
 __all__ = ["Applied", "apply_plan"]
 
@@ -39,7 +42,9 @@ class Applied:
         installed: Installed,
     ) -> None:
         self.model, self.plan, self.mesh, self.mode = model, plan, mesh, mode
+        self.data_parallel = data_parallel
         self.expert_mesh: DeviceMesh | None = None
+        self._sharded = False
         self._installed: Installed | None = installed
         self._groups = axis_groups(mesh)
         sums = {axis: group for axis, group in self._groups.items() if axis != "dp" or data_parallel == "core"}
@@ -89,9 +94,31 @@ class Applied:
         """Writes a folder that plain transformers loads."""
         saving.save_pretrained(self.model, folder, self.mesh, **options)
 
+    def fully_shard(self, **options: Any) -> nn.Module:
+        """FSDP2 over dp (x cp), experts over edp; from then on FSDP sums gradients over them. Options are torch's fully_shard's.
+
+        Every rank calls it once, before an optimizer is made.
+        """
+        self._live()
+        if self.data_parallel != "core":
+            raise ApplyError(
+                "fully_shard: data_parallel='external' leaves dp to the caller; call torch's fully_shard yourself."
+            )
+        if self._sharded:
+            raise ApplyError("fully_shard was called on this model already.")
+        layers = find_structure(self.model).layers
+        self._sums.remove()
+        fsdp.shard_model(self.model, self.mesh, tuple(self.plan.sizes), layers, options)
+        self._sharded = True
+        return self.model
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips all gradients to a joint norm, right across meshes; returns the norm before. See train.clip.clip_grad_norm."""
+        return clip_grad_norm(self.model.parameters(), max_norm, norm_type)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside leave gradients unsummed; the first one outside sums them too."""
-        return self._sums.no_sync()
+        return fsdp.no_sync(self.model) if self._sharded else self._sums.no_sync()
 
     @contextmanager
     def observe(self, callback: Callable[[str, str, str, Tensor, Any], None]) -> Iterator[None]:

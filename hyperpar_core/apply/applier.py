@@ -15,11 +15,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ..collectives.transition import Transition, transitions
 from ..errors import PlanError
-from ..factories import call_factory
 from ..placement import Layout, SharedShard
 from ..plan.contract import Contract
 from ..plan.sharding_plan import ShardingPlan
-from ..plugins import get_registry
+from ..plugins import call_factory, get_registry
 from .generated import ModuleState, state_of
 from .journal import Journal
 from .meshes import axis_groups, submesh

@@ -15,8 +15,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import ApplyError
-
 __all__ = ["STATE", "ModuleState", "generated_class", "original_forward", "state_of"]
 
 STATE = "_hyperpar"
@@ -117,9 +115,7 @@ def generated_class(base: type, names: tuple[str, ...], runs: bool) -> type:
 
 def original_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward that the module's own class has, whatever a plan put in front of it. For wrappers and local computes."""
-    base = getattr(type(module), "_hyperpar_base", None)
-    if base is None:
-        raise ApplyError(f"{type(module).__name__} belongs to no plan; call its forward.")
+    base = getattr(type(module), "_hyperpar_base", type(module))
     return base.forward(module, *args, **kwargs)
 
 

@@ -1,7 +1,8 @@
 """Sums of gradients at the end of a backward: what is still Partial becomes Replicate, in one bucketed collective per axis.
 
-A gradient's label says what it is. A backward adds Partial gradients; the sums take only what this backward added, set aside from
-what was summed before, so accumulation over micro-batches counts nothing twice. Under no_sync the label stays Partial.
+A gradient's label says what it is. A backward adds Partial gradients; to let them be added, one that was summed before becomes
+Partial again, kept by the first rank alone, so that accumulation over micro-batches counts nothing twice. Under no_sync the label
+stays Partial. Nothing is remembered between backwards, so one that dies, or zero_grad, leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ class GradientSums:
             if partial:
                 self.watched.append((parameter, partial))
         self.enabled = True
-        self._kept: dict[int, Tensor] = {}
         self._task: int | None = None
         self._handles = [parameter.register_hook(self._before(i)) for i, (parameter, _) in enumerate(self.watched)]
 
@@ -64,14 +64,12 @@ class GradientSums:
             self.enabled = before
 
     def _before(self, index: int) -> Any:
+        @torch.utils.hooks.unserializable_hook  # type: ignore[untyped-decorator]
         def hook(grad: Tensor) -> None:
             task = torch._C._current_graph_task_id()
             if task != self._task:
                 self._start(task)
-            parameter = self.watched[index][0]
-            if parameter.grad is not None and not _is_partial(parameter.grad):
-                self._kept[index] = parameter.grad
-                parameter.grad = None
+            self._as_partial(index)
 
         return hook
 
@@ -85,55 +83,42 @@ class GradientSums:
                     " them apart.\n  Use use_reentrant=False (model.gradient_checkpointing_enable({'use_reentrant': False}))."
                 )
             frame = frame.f_back
-        self._restore()  # of a backward that died
         self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
-    def _restore(self) -> None:
-        for index, grad in self._kept.items():
-            self.watched[index][0].grad = grad
-        self._kept.clear()
+    def _as_partial(self, index: int) -> None:
+        """Relabels a gradient that is summed already: Partial, and kept by the first rank alone. Adding to it needs no communication."""
+        parameter, axes = self.watched[index]
+        like: Any = parameter.grad
+        if like is None or _is_partial(like):
+            return
+        local = like._local_tensor
+        if any(self.groups[axis].rank for axis in axes):
+            local = torch.zeros_like(local)
+        names = like.device_mesh.mesh_dim_names
+        placements = [Partial() if name in axes else p for name, p in zip(names, like.placements, strict=True)]
+        parameter.grad = DTensor.from_local(
+            local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
 
     @torch.no_grad()
     def _finish(self) -> None:
+        """The end of a backward: what is Partial on any rank is summed on all."""
         self._task = None
-        kept, self._kept = self._kept, {}
-        if self.enabled:
-            self._sum(kept)
+        if not self.enabled:
             return
-        for (
-            index,
-            grad,
-        ) in kept.items():  # keep the two kinds apart: a DTensor sum of both would communicate, one parameter at a time
-            parameter = self.watched[index][0]
-            parameter.grad = (
-                grad
-                if parameter.grad is None
-                else _as_partial(grad, self.watched[index][1], self.groups) + parameter.grad
-            )
-
-    def _sum(self, kept: dict[int, Tensor]) -> None:
         members = [i for i, (parameter, _) in enumerate(self.watched) if parameter.requires_grad]
-        fresh: dict[int, Tensor] = {}
+        partial: dict[int, Tensor] = {}
         for i in members:
-            grad = self.watched[i][0].grad
-            if grad is not None and _is_partial(grad):
-                fresh[i] = grad._local_tensor  # type: ignore[attr-defined]
+            self._as_partial(i)
+            grad: Any = self.watched[i][0].grad
+            if grad is not None:
+                partial[i] = grad._local_tensor
         for axis, group in self.groups.items():
             for bucket in self._buckets([i for i in members if axis in self.watched[i][1]]):
-                self._reduce(bucket, fresh, group)
-        for i in members:
-            parameter = self.watched[i][0]
-            if i in fresh:
-                total = _labelled(fresh[i], parameter)
-                old = kept.pop(i, None)
-                if old is None and parameter.grad is not None and not _is_partial(parameter.grad):
-                    old = parameter.grad
-                if old is not None:
-                    total._local_tensor.add_(old._local_tensor)  # type: ignore[attr-defined]
-                parameter.grad = total
-        for i, grad in kept.items():
-            self.watched[i][0].grad = grad
+                self._reduce(bucket, partial, group)
+        for i, local in partial.items():
+            self.watched[i][0].grad = _labelled(local, self.watched[i][0])
 
     def _buckets(self, members: list[int]) -> Iterator[list[int]]:
         """Members in runs of one dtype and device, each at most BUCKET_BYTES."""
@@ -180,17 +165,4 @@ def _labelled(local: Tensor, parameter: nn.Parameter) -> DTensor:
     like: Any = parameter
     return DTensor.from_local(
         local.contiguous(), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
-def _as_partial(grad: Tensor, axes: tuple[str, ...], groups: Mapping[str, AxisGroup]) -> Tensor:
-    """A summed gradient as a Partial one over `axes`: the first rank of each keeps it."""
-    like: Any = grad
-    local = like._local_tensor
-    if any(groups[axis].rank for axis in axes):
-        local = torch.zeros_like(local)
-    names = like.device_mesh.mesh_dim_names
-    placements = [Partial() if name in axes else p for name, p in zip(names, like.placements, strict=True)]
-    return DTensor.from_local(
-        local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )

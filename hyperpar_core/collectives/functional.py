@@ -75,7 +75,7 @@ def all_gather(x: Tensor, dim: int, mesh: DeviceMesh | AxisGroup, size: int | No
     whole = x.shape[dim] * group.ranks if size is None else size
     chunk = -(-whole // group.ranks)
     x = _pad(x, dim, chunk).contiguous()
-    out = _wait(_ops.all_gather_into_tensor(x.unsqueeze(0) if x.ndim == 0 else x, group.ranks, group.name))
+    out = _wait(_ops.all_gather_into_tensor(x, group.ranks, group.name))
     shape = (*x.shape[:dim], chunk * group.ranks, *x.shape[dim + 1 :])
     out = out.view(group.ranks, *x.shape).movedim(0, dim).reshape(shape)
     return out if whole == shape[dim] else out.narrow(dim, 0, whole).contiguous()
@@ -176,7 +176,9 @@ class _Convert(torch.autograd.Function):
             else None
         )
         if op == "identity":
-            return x.view_as(x)
+            # A view made here would refuse later in-place operators (a router's input jitter), and a hook on a plain view is lost to
+            # them. Detached, it is the same memory under the same version counter.
+            return x.detach()
         return _collect(op, x, group, src_dim, dst_dim, size)
 
     @staticmethod
@@ -210,13 +212,7 @@ def convert(
         dst_dim if grad_src_dim is None else grad_src_dim,
         src_dim if grad_dst_dim is None else grad_dst_dim,
     )
-    if op == "identity":
-        if grad_op == "identity" or not (x.requires_grad and torch.is_grad_enabled()):
-            return x
-        if not torch.compiler.is_compiling():
-            # A view made by a custom Function refuses later in-place operators (a router's input jitter); a hook on a plain view doesn't.
-            alias = x.view_as(x)
-            alias.register_hook(lambda grad: _collect(grad_op, grad, group, dims[2], dims[3], None))
-            return alias
+    if op == "identity" and (grad_op == "identity" or not (x.requires_grad and torch.is_grad_enabled())):
+        return x
     out: Tensor = _Convert.apply(x, op, grad_op, group.name, group.ranks, group.rank, dims, size)  # type: ignore[no-untyped-call]
     return out

@@ -99,4 +99,20 @@ def transitions(src: Layout, dst: Layout, grad: Layout, axes: Iterable[str]) -> 
         if not step.is_identity:
             steps.append(step)
     gathers = [s for s in steps if isinstance(s.src, Shard)]
-    return tuple(reversed(gathers)) + tuple(s for s in steps if not isinstance(s.src, Shard))
+    result = tuple(reversed(gathers)) + tuple(s for s in steps if not isinstance(s.src, Shard))
+    _check_order(result, src, ordered)
+    return result
+
+
+def _check_order(steps: tuple[Transition, ...], src: Layout, axes: list[str]) -> None:
+    """PlanError where a step joins or cuts a dim that an inner axis has cut at that time: the parts would come out permuted."""
+    held = dict(src)
+    for step in steps:
+        for inner in axes[axes.index(step.axis) + 1 :]:
+            dim = held.get(inner, Replicate())
+            if isinstance(dim, Shard) and dim in (step.src, step.dst):
+                raise PlanError(
+                    f"no transition over {step.axis} from {format_placement(step.src)} to {format_placement(step.dst)} while the inner"
+                    f" axis {inner} cuts that dim too; gather it over {inner} at a boundary before."
+                )
+        held[step.axis] = step.dst

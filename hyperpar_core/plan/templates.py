@@ -315,7 +315,12 @@ def _lm_head(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, 
 
 def _stack(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
     x = first_argument(module)
-    return Contract(fqn, "stack", in_src={x: ctx.layout()}, in_dst={x: ctx.hidden()}, out_src={}, out_dst={})
+    norm = ctx.model.get_submodule(ctx.structure.final_norm) if ctx.structure.final_norm else None
+    widths = [p.shape[-1] for p in norm.parameters()] if norm is not None else []
+    return Contract(
+        fqn, "stack", in_src={x: ctx.layout()}, in_dst={x: ctx.hidden()}, out_src={}, out_dst={},
+        features={x: widths[0]} if widths else {},
+    )  # fmt: skip
 
 
 _TEMPLATES = {

@@ -47,7 +47,7 @@ def compare(
     """Compares the record of each rank with the reference. bounds: those of the reference's dtype, unless given.
 
     rows: a mask [batch, sequence] of the positions that count (padding doesn't).
-    hints: {parameter: what its contract says}.
+    hints: {parameter, "forward of BOUNDARY" or "backward of BOUNDARY": what the contract says}.
     """
     bounds = bounds or Bounds.of(reference.logits.dtype)
     comparisons = tuple(_Comparer(reference, record, bounds, rows).result() for record in records)
@@ -116,8 +116,9 @@ class _Comparer:
         ours, theirs = self.reference, self.record
         forward = [boundary for boundary in ours.outputs if boundary in theirs.outputs]
         for count, boundary in enumerate(forward):
-            if self._parts(ours.outputs[boundary], theirs.outputs[boundary], 0.0):
-                return FirstPart("forward", boundary[0], count, 0)
+            part = self._part(boundary[1], ours.outputs[boundary], theirs.outputs[boundary], 0.0)
+            if part:
+                return FirstPart("forward", boundary[0], count, 0, part)
         equal = len(forward)
         if any(d.kind == "logits" for d in differences):
             return FirstPart("forward", "", equal, 0)
@@ -127,8 +128,9 @@ class _Comparer:
         gradients = self._owners(d.name for d in differences if d.kind == "gradient")
         replicas = self._owners(n.removeprefix("gradient of ") for n in theirs.replicas if n.startswith("gradient of "))
         for count, fqn in enumerate(backward):
-            if fqn in gradients or self._input_gradients_part(fqn):
-                return FirstPart("backward", fqn, equal, count)
+            part = self._input_gradients_part(fqn)
+            if fqn in gradients or part:
+                return FirstPart("backward", fqn, equal, count, part)
         if gradients:
             return FirstPart("backward", min(gradients), equal, len(backward))
         weights = self._owners(d.name for d in differences if d.kind == "weight")
@@ -155,14 +157,18 @@ class _Comparer:
             owners.add(max(above, key=len) if above else parameter.rpartition(".")[0])
         return owners
 
-    def _input_gradients_part(self, fqn: str) -> bool:
+    def _input_gradients_part(self, fqn: str) -> str:
         ours, theirs = self.reference.input_gradients, self.record.input_gradients
         shared = [boundary for boundary in ours if boundary[0] == fqn and boundary in theirs]
-        return any(self._parts(ours[b], theirs[b], self.boundary_floor) for b in shared)
+        parts = [self._part(f"gradient of {b[1]}", ours[b], theirs[b], self.boundary_floor) for b in shared]
+        return next((part for part in parts if part), "")
 
-    def _parts(self, ours: Tensor, theirs: Tensor, floor: float) -> bool:
-        """Whether a boundary's tensors differ. One that came in another shape (flattened tokens) can't tell."""
-        return ours.shape == theirs.shape and _exceeds(self._difference("boundary", "", ours, theirs, floor))
+    def _part(self, what: str, ours: Tensor, theirs: Tensor, floor: float) -> str:
+        """How a boundary's tensors differ, or "". One that came in another shape (flattened tokens) can't tell."""
+        if ours.shape != theirs.shape:
+            return ""
+        difference = self._difference("boundary", what, ours, theirs, floor)
+        return f"{what}  {difference.text()}" if _exceeds(difference) else ""
 
 
 def _exceeds(difference: Difference) -> bool:

@@ -129,7 +129,7 @@ class RankPool:
         reports = {rank: f"{reply[1]}{self._stderr(rank)}" for rank, reply in replies.items() if not reply[0]}
         exceptions = {r: reply[2] for r, reply in replies.items() if not reply[0] and reply[2] is not None}
         if not (died or missing or reports):
-            if any(reply[2] > MAX_GROUPS for reply in replies.values()):
+            if any(not 0 < reply[2] <= MAX_GROUPS for reply in replies.values()):  # 0: the function ended the job
                 self._generation += 1
             return [pickle.loads(replies[rank][1]) for rank in range(self.world_size)]
         where = f"{module}.{name} on {self.world_size} ranks"

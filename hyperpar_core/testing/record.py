@@ -237,7 +237,8 @@ class _Watch:
         self._runs[fqn, kind, name] += 1
         self.layouts[kind, boundary] = layout
         seen = self.outputs if kind == "output" else self.input_gradients
-        rows = tensor.detach().clone()
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        rows = local.detach().clone()
         seen[boundary] = torch.cat([seen[boundary], rows]) if boundary in seen and rows.ndim else rows
 
     def start_slice(self) -> None:

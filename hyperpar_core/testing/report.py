@@ -45,12 +45,14 @@ class FirstPart:
     """Where a run first parts from the reference: in which phase, at which boundary, after how many equal ones.
 
     phase: forward, loss, backward, weights (after the SGD steps) or replicas. fqn is "" where no boundary parts.
+    what: the boundary's own tensor that differs ("output", "gradient of x"), and by how much; "" where none does.
     """
 
     phase: str
     fqn: str
     forward_equal: int
     backward_equal: int
+    what: str = ""
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -73,7 +75,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Every rank's comparison. `hints`: {parameter: what its contract says}, for the text."""
+    """Every rank's comparison. `hints`: {parameter or boundary: what its contract says}, for the text."""
 
     title: str
     loss: float
@@ -166,6 +168,10 @@ class ParityReport:
             if hint := self.hints.get(name):
                 but = ", and its replicas differ: it is partial" if differ and "replicate" in hint else ""
                 lines.append(f"{hint}{but}")
+        if first.what:
+            lines.append(first.what)
+            if hint := self.hints.get(f"{first.phase} of {first.fqn}"):
+                lines.append(hint)
         if len(found) > SHOWN and lines:
             lines.append(f"and {len(found) - SHOWN} more")
         return lines

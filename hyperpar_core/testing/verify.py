@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from .. import ShardingPlan, apply_plan, build_plan, make_mesh
 from ..errors import HyperparError
-from ..placement import format_placement
+from ..placement import Layout, format_placement
+from .models import model_from
 from .parity import Bounds, compare, merge
 from .ranks import RankFailure, pool
 from .record import record_parallel, record_reference
 from .report import ParityReport
-from .zoo import families, jitter, tiny_batch, tiny_model
+from .zoo import tiny_batch
 
 __all__ = ["DTYPES", "Degrees", "check_parity", "model_from", "verify"]
 
@@ -115,7 +113,7 @@ def verify(
         )
         return reports[0]
     except RankFailure as failure:
-        for error in failure.exceptions.values():
+        for _, error in sorted(failure.exceptions.items()):
             if isinstance(error, HyperparError):
                 raise error from failure
         raise
@@ -124,47 +122,27 @@ def verify(
 def _verify(spec: str, degrees: Degrees, dtype: str, steps: int, seq: int, mode: str, title: str) -> ParityReport:
     """On every rank: builds the model and a batch, and checks parity."""
     model = model_from(spec, DTYPES[dtype])
+    if not hasattr(model, "config"):
+        raise HyperparError(f"{spec}: a {type(model).__name__} without a config, whose vocab_size a batch needs.")
     batch = tiny_batch(model, batch=2 * degrees.dp, seq=seq)
     return check_parity(model, batch, degrees, steps=steps, mode=mode, title=title)
 
 
-def model_from(spec: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The model that `spec` names, in train mode, the same in every process.
-
-    spec is a transformers family (its tiny version), a config file or folder (random weights), a checkpoint folder, or
-    module:function (called without arguments). Weights that aren't a checkpoint's are jittered. Raises HyperparError
-    when it is none of these.
-    """
-    torch.manual_seed(0)
-    if spec in families(include_excluded=True):
-        return tiny_model(spec, dtype)
-    path = Path(spec)
-    if path.exists():
-        folder = path if path.is_dir() else path.parent
-        if path.is_dir() and (any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))):
-            return AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).train()
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(spec), dtype=dtype)
-    elif ":" in spec:
-        module, _, name = spec.partition(":")
-        try:
-            function = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise HyperparError(f"{spec}: {error}.") from error
-        model = function().to(dtype)
-    else:
-        raise HyperparError(
-            f"{spec!r} is no model: give a transformers family, a config file or folder, a checkpoint folder, or"
-            " module:function."
-        )
-    jitter(model)
-    return model.train()
-
-
 def _hints(plan: ShardingPlan) -> dict[str, str]:
-    """{parameter: what its contract says of its gradient}."""
+    """What the contracts say: {parameter: of its gradient, "forward of BOUNDARY": of what its compute yields, and
+    "backward of BOUNDARY": of its inputs' gradients in the compute}."""
     hints = {}
     for contract in plan.boundaries:
         for name, layout in contract.param_grad.items():
-            over = ", ".join(f"{format_placement(placement)} over {axis}" for axis, placement in layout.items())
-            hints[f"{contract.fqn}.{name}" if contract.fqn else name] = f"contract says gradient {over or 'replicate'}"
+            hints[f"{contract.fqn}.{name}" if contract.fqn else name] = f"contract says gradient {_over(layout)}"
+        if contract.out_src:
+            yields = "; ".join(f"{name} {_over(layout)}" for name, layout in contract.out_src.items())
+            hints[f"forward of {contract.fqn}"] = f"contract says that the compute yields {yields}"
+        if contract.in_grad:
+            gradients = "; ".join(f"{name} {_over(layout)}" for name, layout in contract.in_grad.items())
+            hints[f"backward of {contract.fqn}"] = f"contract says that the compute's input gradients are {gradients}"
     return hints
+
+
+def _over(layout: Layout) -> str:
+    return ", ".join(f"{format_placement(placement)} over {axis}" for axis, placement in layout.items()) or "replicate"

@@ -52,7 +52,11 @@ def tiny_config(name: str, **overrides: Any) -> Any:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = _shrink(CONFIG_MAPPING[name], {**_tables()["overrides"].get(name, {}), **overrides}, {})
+        return causal_config(_shrink(CONFIG_MAPPING[name], {**_tables()["overrides"].get(name, {}), **overrides}, {}))
+
+
+def causal_config(config: Any) -> Any:
+    """The config that the causal-LM class takes: the text config of a multimodal one where it does, else the config itself."""
     text, models = getattr(config, "text_config", None), AutoModelForCausalLM._model_mapping
     if text is not None and type(text) in models and models[type(config)].config_class is type(text):
         return text

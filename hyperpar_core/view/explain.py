@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -22,7 +22,7 @@ from .traffic import Movement, gradient_sums, held_parts, movements
 __all__ = ["explain"]
 
 WORDS = {"all_gather": "gather", "reduce_scatter": "scatter", "all_reduce": "all-reduce", "all_to_all": "all-to-all"}
-WIDEST = (34, 40, 24, 24, 26, 30, 10)
+WIDEST = (34, 38, 22, 24, 26, 10)
 
 
 def explain(
@@ -47,18 +47,21 @@ def explain(
         f"{size(kept * bytes_per_element)} of {size(whole * bytes_per_element)} per rank"
         f" ({bytes_per_element}-byte parameters), {_percent(sharded, whole)} of parameters sharded",
     ]
-    header = ["boundary", "parameters", "in -> compute", "compute -> out", "inside", f"a step of {tokens} tokens", ""]
+    rows = [["boundary", "parameters", "in -> compute", "compute -> out", f"a step of {tokens} tokens", ""]]
     named = [(c.fqn or "(model)", c) for c in plan.boundaries if c.template != "stack"]
-    stacks = {c.fqn.rpartition(".")[0]: c for c in plan.boundaries if c.template == "stack"}
-    rows = [header]
-    for depth, name, contracts in fold(named, lambda c: _likeness(plan, c)):
-        entry = stacks.pop(name.partition("{")[0].rstrip("."), None) if depth == 0 and not contracts else None
+    stacks = {c.fqn.rpartition(".")[0]: c for c in plan.boundaries if c.template == "stack" and c.in_src != c.in_dst}
+    for row in fold(named, lambda c: _likeness(plan, c)):
+        entry = stacks.pop(row.name.partition("{")[0].rstrip("."), None) if row.inside else None
         if entry is not None:
-            rows.append(_row(plan, f"{entry.fqn} (entry of the stack)", [entry], tokens, bytes_per_element))
-        rows.append(_row(plan, "  " * depth + name, contracts, tokens, bytes_per_element))
-    return "\n".join(
-        ["   ".join(title), *align(rows, WIDEST), *_summary(plan, tokens, bytes_per_element, dp)]
-    )
+            rows.append([f"{entry.fqn} (stack)", *_cells(plan, (entry,), tokens, bytes_per_element)])
+        name = "  " * row.depth + row.name
+        if row.things:
+            rows.append([name, *_cells(plan, row.things, tokens, bytes_per_element)])
+        else:
+            moved = _bytes(plan, row.inside, tokens, bytes_per_element)
+            copies = f"{row.copies} x" if row.copies > 1 else ""
+            rows.append([name, "", "", "", copies, size(moved) if moved and row.copies > 1 else ""])
+    return "\n".join(["   ".join(title), *align(rows, WIDEST), *_summary(plan, tokens, bytes_per_element, dp)])
 
 
 def _find(plan: ShardingPlan, fqn: str) -> Contract:
@@ -97,18 +100,20 @@ def _likeness(plan: ShardingPlan, contract: Contract) -> Any:
 # ---- cells
 
 
-def _row(plan: ShardingPlan, name: str, contracts: Sequence[Contract], tokens: int, width: int) -> list[str]:
-    if not contracts:
-        return [name, *[""] * (len(WIDEST) - 1)]
-    one = contracts[0]
-    moved = [m for contract in contracts for m in movements(plan, contract, 1, tokens, width)]
+def _bytes(plan: ShardingPlan, contracts: Iterable[Contract], tokens: int, width: int) -> int:
+    return sum(m.bytes for contract in contracts for m in movements(plan, contract, 1, tokens, width))
+
+
+def _cells(plan: ShardingPlan, alike: Sequence[Contract], tokens: int, width: int) -> list[str]:
+    """The cells behind the name; the figures are one layer's."""
+    one = alike[0]
+    moved = movements(plan, one, 1, tokens, width)
+    inside = _inside(one)
     return [
-        name + (f" ({len(contracts)} in all)" if name.startswith("    ") and len(contracts) > 1 else ""),
-        _parameters(plan, one),
+        "; ".join(text for text in (_parameters(plan, one), f"runs {inside}" if inside else "") if text),
         _sides(plan, one, one.in_src, one.in_dst),
         _sides(plan, one, one.out_src, one.out_dst),
-        _inside(one),
-        _collectives(plan, moved, len(contracts)),
+        _collectives(plan, moved),
         size(sum(m.bytes for m in moved)) if moved else "",
     ]
 
@@ -117,7 +122,12 @@ def _parameters(plan: ShardingPlan, contract: Contract) -> str:
     """`q_proj k_proj S(0), o_proj S(1), q_norm R grad P`: parameters that are held alike together."""
     alike: dict[str, list[str]] = {}
     for name, layout in contract.params.items():
-        alike.setdefault(_held_text(plan, contract, name, layout), []).append(name.removesuffix(".weight"))
+        names = alike.setdefault(_held_text(plan, contract, name, layout), [])
+        owner, _, leaf = name.rpartition(".")
+        if leaf == "bias" and owner and names and names[-1] == owner:
+            names[-1] = f"{owner}+bias"
+        else:
+            names.append(name.removesuffix(".weight"))
     return ", ".join(f"{' '.join(names)} {text}" for text, names in alike.items())
 
 
@@ -167,28 +177,29 @@ def _name(value: Any) -> str:
     return value if isinstance(value, str) else getattr(value, "__qualname__", repr(value))
 
 
-def _collectives(plan: ShardingPlan, moved: Sequence[Movement], layers: int) -> str:
-    """`2 gather 2 scatter`, of one layer where they repeat; with the axis where the plan has several."""
+def _collectives(plan: ShardingPlan, moved: Sequence[Movement]) -> str:
+    """`2 gather 2 scatter`; with the axis where the plan has several."""
     counts = Counter((m.collective, m.axis) for m in moved)
-    text = " ".join(
-        f"{n // layers} {WORDS[op]}{f' {axis}' if len(plan.sizes) > 1 else ''}" for (op, axis), n in counts.items()
-    )
-    return f"{layers} x ({text})" if text and layers > 1 else text or "-"
+    several = len(plan.sizes) > 1
+    return " ".join(f"{n} {WORDS[op]}{f' {axis}' if several else ''}" for (op, axis), n in counts.items()) or "-"
 
 
 # ---- below the table
 
 
 def _summary(plan: ShardingPlan, tokens: int, width: int, dp: int) -> list[str]:
-    total = sum(m.bytes for c in plan.boundaries for m in movements(plan, c, 1, tokens, width))
-    lines = [f"boundaries move {size(total)} a step and rank (handed to collectives, forward and backward)"]
+    total = _bytes(plan, plan.boundaries, tokens, width)
+    lines = [f"boundaries: {size(total)} a step handed to collectives by each rank, forward and backward"]
     by_axis: dict[str, list[tuple[tuple[str, ...], int]]] = {}
     for one in gradient_sums(plan, width, dp):
         by_axis.setdefault(one.axis, []).append((one.parameters, one.bytes))
     for axis, buckets in by_axis.items():
         names = list(dict.fromkeys(name for parameters, _ in buckets for name in parameters))
         everything = len(names) + sum(len(group) - 1 for group in plan.tied) == len(plan.parameters)
-        text = "all parameters" if everything else listed(fold_names(names), 6)
+        leaves = dict.fromkeys(
+            ".".join(name.removesuffix(".weight").split(".")[-2 if ".bias" in name else -1 :]) for name in names
+        )
+        text = "all parameters" if everything else listed(leaves, 8)
         count = f"{len(buckets)} bucket{'s' * (len(buckets) > 1)}"
         lines.append(f"gradient sums over {axis}: {count}, {size(sum(b for _, b in buckets))}: {text}")
     lines.append("; ".join([f"embedding: {_embedding(plan)}", f"loss: {_loss(plan)}"]))
@@ -203,13 +214,15 @@ def _summary(plan: ShardingPlan, tokens: int, width: int, dp: int) -> list[str]:
         for a, b in [[_layout(side, plan.sizes, "replicate", _word) for side in (layout, dst.get(name, {}))]]
     )
     lines += [f"not counted, only where a module returns it: {', '.join(unknown)}"] if unknown else []
-    lines += [f"not counted: what {', '.join(inside)} send inside" for inside in [_senders(plan)] if inside]
+    senders = _senders(plan)
+    lines += [f"not counted, if they communicate: {', '.join(senders)}"] if senders else []
     return [*lines, *(f"note: {note}" for note in plan.notes)]
 
 
 def _senders(plan: ShardingPlan) -> list[str]:
-    """Injections of which the plan doesn't know whether they communicate; those over an active axis at least may."""
-    found = [_name(c.inner_wrapper or c.local_compute_fn) for c in plan.boundaries if c.region_dispatch is False and c.injects]
+    """What may send by itself, of which a plan doesn't know how much."""
+    black_boxes = [c for c in plan.boundaries if c.region_dispatch is False and c.injects]
+    found = [_name(c.inner_wrapper or c.local_compute_fn) for c in black_boxes]
     found += [plan.loss.name] if plan.loss else []
     return list(dict.fromkeys(found))
 

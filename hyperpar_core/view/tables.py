@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from ..plan.names import span
 
-__all__ = ["align", "fold", "size"]
+__all__ = ["Row", "align", "fold", "size"]
 
 T = TypeVar("T")
 
@@ -38,50 +39,61 @@ def align(rows: Sequence[Sequence[str]], widest: Sequence[int]) -> list[str]:
 
 def _wrapped(cell: str, limit: int) -> list[str]:
     indent = " " * (len(cell) - len(cell.lstrip()))
-    lines = textwrap.wrap(cell, limit, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=False)
+    lines = textwrap.wrap(
+        cell.lstrip(), limit, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
     return lines or [""]
 
 
-def fold(items: Sequence[tuple[str, T]], key: Callable[[T], Any]) -> Iterator[tuple[int, str, list[T]]]:
-    """(depth, name, items): one row per thing, and one for all the layers whose parts have equal keys, under a header without items.
+@dataclass(frozen=True)
+class Row(Generic[T]):
+    """One line of a folded list: `things` of equal key, one of each of `copies` layers; `inside`: all that stands below a header."""
+
+    depth: int
+    name: str
+    copies: int
+    things: tuple[T, ...]
+    inside: tuple[T, ...] = ()
+
+
+def fold(items: Sequence[tuple[str, T]], key: Callable[[T], Any]) -> Iterator[Row[T]]:
+    """One row per thing, and one for all the layers whose parts have equal keys, under a header.
 
     items: (dotted name, thing), in order. Layers are what differs in the first number of the name.
     """
-    yield from _fold([(tuple(name.split(".")), thing) for name, thing in items], key, 0)
+    yield from _fold([(tuple(name.split(".")), [thing]) for name, thing in items], key, 0)
 
 
-def _fold(
-    items: list[tuple[tuple[str, ...], T]], key: Callable[[T], Any], depth: int
-) -> Iterator[tuple[int, str, list[T]]]:
+def _fold(items: list[tuple[tuple[str, ...], list[T]]], key: Callable[[T], Any], depth: int) -> Iterator[Row[T]]:
     done: set[tuple[str, ...]] = set()
-    for parts, thing in items:
+    for parts, things in items:
         at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-        if at is None:
-            yield depth, ".".join(parts), [thing]
-            continue
         head = parts[:at]
-        if head in done:
-            continue
-        done.add(head)
-        yield from _layers(head, [i for i in items if i[0][:at] == head and len(i[0]) > at], key, depth)
+        if at is None:
+            yield Row(depth, ".".join(parts), 1, tuple(things))
+        elif head not in done:
+            done.add(head)
+            yield from _layers(head, [item for item in items if item[0][:at] == head and len(item[0]) > at], key, depth)
 
 
 def _layers(
-    head: tuple[str, ...], items: list[tuple[tuple[str, ...], T]], key: Callable[[T], Any], depth: int
-) -> Iterator[tuple[int, str, list[T]]]:
-    """The rows of one list of layers."""
-    at = len(head)
-    layers: dict[str, list[tuple[tuple[str, ...], T]]] = {}
-    for parts, thing in items:
-        layers.setdefault(parts[at], []).append((parts[at + 1 :], thing))
+    head: tuple[str, ...], items: list[tuple[tuple[str, ...], list[T]]], key: Callable[[T], Any], depth: int
+) -> Iterator[Row[T]]:
+    """The rows of one list of layers, those that are alike together."""
+    layers: dict[str, list[tuple[tuple[str, ...], list[T]]]] = {}
+    for parts, things in items:
+        layers.setdefault(parts[len(head)], []).append((parts[len(head) + 1 :], things))
     alike: dict[Any, list[str]] = {}
-    for index, inside in layers.items():
-        alike.setdefault(tuple((parts, key(thing)) for parts, thing in inside), []).append(index)
+    for index, parts_of in layers.items():
+        alike.setdefault(tuple((parts, key(things[0])) for parts, things in parts_of), []).append(index)
     for indices in alike.values():
-        name = ".".join((*head, span(int(i) for i in indices)))
-        own = [thing for i in indices for parts, thing in layers[i] if not parts]
-        inner = [(parts, [t for i in indices for p, t in layers[i] if p == parts]) for parts, _ in layers[indices[0]]]
-        yield depth, name, own
-        nested = [(parts, things) for parts, things in inner if parts]
-        for deeper, inner_name, groups in _fold(nested, lambda things: key(things[0]), depth + 1):
-            yield deeper, inner_name, [thing for group in groups for thing in group]
+        merged = [
+            (parts, [t for index in indices for t in layers[index][i][1]])
+            for i, (parts, _) in enumerate(layers[indices[0]])
+        ]
+        own = tuple(t for parts, things in merged if not parts for t in things)
+        beneath = [(parts, things) for parts, things in merged if parts]
+        name = ".".join((*head, span(int(index) for index in indices)))
+        yield Row(depth, name, len(indices), own, tuple(t for _, things in beneath for t in things))
+        yield from _fold(beneath, key, depth + 1)

@@ -1,0 +1,184 @@
+"""The command line: hyperpar plan | diff | verify | plugins | env.
+
+Exit codes: 0 done or equal, 1 different, 2 wrong usage, 3 refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+try:
+    import typer
+except ImportError:
+    print("hyperpar's command line needs its extras: pip install 'hyperpar-core[cli]'", file=sys.stderr)
+    raise SystemExit(2) from None
+
+__all__ = ["main"]
+
+DIFFERENT, USAGE, REFUSED = 1, 2, 3
+
+app = typer.Typer(
+    help="Plans tensor, sequence, context and expert parallelism, and proves the numbers.",
+    epilog="Exit codes: 0 done or equal, 1 different, 2 wrong usage, 3 refused.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="a transformers family, a config file or folder, a checkpoint folder, or module:function",
+        show_default=False,
+    ),
+]
+Degree = Annotated[int, typer.Option(min=1)]
+Sequence = Annotated[bool, typer.Option("--sp/--no-sp", help="cut the sequence between regions where tp is active")]
+LossParallel = Annotated[bool, typer.Option("--loss-parallel", help="keep logits sharded on the vocab in the loss")]
+OverrideFile = Annotated[Path | None, typer.Option("--overrides", exists=True, dir_okay=False, help="an override file")]
+Json = Annotated[bool, typer.Option("--json", help="data instead of text")]
+
+
+@app.command()
+def plan(
+    model: Model,
+    dp: Annotated[
+        int | None, typer.Option(min=1, help="default: what --world leaves, or 1", show_default=False)
+    ] = None,
+    cp: Degree = 1,
+    tp: Degree = 1,
+    ep: Degree = 1,
+    sp: Sequence = True,
+    loss_parallel: LossParallel = False,
+    overrides: OverrideFile = None,
+    world: Annotated[int | None, typer.Option(min=1, help="ranks in all", show_default=False)] = None,
+    as_json: Json = False,
+    write_overrides: Annotated[
+        Path | None, typer.Option(help="write what the model's family suggests for cp and ep, and plan with it")
+    ] = None,
+) -> None:
+    """What a plan does with MODEL, at its full size, without ranks or weights. --json prints what `diff` and `from_yaml` read."""
+    if world is not None and (world % (cp * tp) or (dp is not None and dp * cp * tp != world)):
+        _usage(f"--world {world} isn't dp {'?' if dp is None else dp} x cp {cp} x tp {tp}")
+    dp = dp or (world or cp * tp) // (cp * tp)
+    if write_overrides is not None and write_overrides.exists():
+        _usage(f"{write_overrides} exists already")
+    with _reported():
+        from . import Overrides, build_plan, explain, suggest_overrides
+        from .testing.models import meta_model
+
+        sizes = {"dp": dp, "cp": cp, "tp": tp}
+        built = meta_model(model)
+        entries = Overrides.of(overrides).entries
+        if write_overrides is not None:
+            suggested = suggest_overrides(built, sizes, ep_size=ep)
+            if not suggested.entries:
+                _usage(f"nothing is suggested for {model} with cp {cp}, ep {ep}; {write_overrides} wasn't written")
+            write_overrides.write_text(suggested.to_yaml(), encoding="utf-8")
+            entries = suggested.entries + entries
+        made = build_plan(
+            built, sizes, overrides=Overrides(entries), ep_size=ep, sequence_parallel=sp, loss_parallel=loss_parallel
+        )
+        typer.echo(json.dumps(made.to_data(), indent=1) if as_json else explain(made, dp=dp))
+
+
+@app.command()
+def diff(
+    plan_a: Annotated[Path, typer.Argument(exists=True, dir_okay=False)],
+    plan_b: Annotated[Path, typer.Argument(exists=True, dir_okay=False)],
+) -> None:
+    """What differs between two plan files; exit code 1 if anything does."""
+    with _reported():
+        from . import ShardingPlan
+        from . import diff as differences
+
+        text = differences(ShardingPlan.from_yaml(plan_a), ShardingPlan.from_yaml(plan_b))
+        typer.echo(text or "equal")
+    raise typer.Exit(DIFFERENT if text else 0)
+
+
+@app.command()
+def verify(
+    model: Model,
+    dp: Degree = 1,
+    cp: Degree = 1,
+    tp: Degree = 1,
+    ep: Degree = 1,
+    sp: Sequence = True,
+    loss_parallel: LossParallel = False,
+    overrides: OverrideFile = None,
+    dtype: Literal["float32", "float64"] = "float32",
+    as_json: Json = False,
+) -> None:
+    """Runs MODEL (a family in its tiny version) on dp x cp x tp processes of this machine, and compares it with one process."""
+    with _reported():
+        from .testing.verify import verify as run
+
+        report = run(
+            model, dp=dp, cp=cp, tp=tp, ep=ep, dtype=dtype, sequence_parallel=sp, loss_parallel=loss_parallel,
+            overrides=overrides,
+        )  # fmt: skip
+        typer.echo(report.to_json() if as_json else report.text())
+    raise typer.Exit(0 if report.ok else DIFFERENT)
+
+
+@app.command()
+def plugins(as_json: Json = False) -> None:
+    """The plugins that are installed, what each registers, and why one is left out."""
+    from . import plugin_report
+    from .view.plugins_view import plugins_text
+
+    _print(plugin_report, plugins_text, as_json)
+
+
+@app.command()
+def env(as_json: Json = False) -> None:
+    """Versions, devices, backends and plugins, to be pasted into a report of a fault."""
+    from .view.plugins_view import env_report, env_text
+
+    _print(env_report, env_text, as_json)
+
+
+def _print(report: Callable[[], Any], text: Callable[[Any], str], as_json: bool) -> None:
+    with _reported():
+        data = report()
+        typer.echo(json.dumps(data, indent=1) if as_json else text(data))
+
+
+def _usage(text: str) -> None:
+    typer.secho(f"hyperpar: {text}", err=True)
+    raise typer.Exit(USAGE)
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """hyperpar's own errors as text with an exit code, others as they are."""
+    from .errors import HyperparError
+
+    try:
+        yield
+    except HyperparError as error:
+        known = type(error) is not HyperparError  # the base class itself: MODEL names nothing
+        typer.secho(f"{type(error).__name__}: {error}" if known else f"hyperpar: {error}", err=True)
+        raise typer.Exit(REFUSED if known else USAGE) from None
+
+
+def main() -> None:
+    """The console script. What libraries say on the way is left out: only hyperpar's own words are printed."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    warnings.simplefilter("ignore")
+    app(prog_name="hyperpar")
+
+
+if __name__ == "__main__":
+    main()
