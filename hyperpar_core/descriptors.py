@@ -36,12 +36,12 @@ CONTEXT_NAMES = frozenset(
     {"module", "target_module", "fqn", "mesh", "tp_mesh", "cp_mesh", "ep_mesh", "contract", "mode", "model"}
 )
 ROLES = (
-    "colwise", "rowwise", "norm", "embed", "lm_head", "moe_gate", "moe_expert", "shared_expert", "packed", "bias",
-    "replicated", "special", "skip",
+    "colwise", "rowwise", "per_head", "norm", "embed", "lm_head", "moe_gate", "moe_expert", "shared_expert", "packed",
+    "bias", "replicated", "special", "skip",
 )  # fmt: skip
 TEMPLATES = (
     "attention", "linear_attention", "mlp", "norm", "sharded_norm", "embed", "lm_head", "moe_gate", "moe_mlp",
-    "shared_expert", "stack", "replicated",
+    "shared_expert", "stack", "replicated", "colwise", "rowwise",
 )  # fmt: skip
 
 
