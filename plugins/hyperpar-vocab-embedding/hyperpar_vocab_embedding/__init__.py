@@ -1,0 +1,1 @@
+"""Vocab-parallel embedding and vocab-parallel cross entropy for hyperpar."""
