@@ -279,7 +279,7 @@ def _named_outputs(out: Any, names: Sequence[str]) -> list[tuple[str, Tensor]]:
         return [(names[0] if names else "output", out)]
     if isinstance(out, Mapping):
         return [(str(name), x) for name, x in out.items() if isinstance(x, Tensor)]
-    if isinstance(out, tuple):
+    if isinstance(out, (tuple, list)):
         named = [(names[i] if i < len(names) else f"output {i}", x) for i, x in enumerate(out)]
         return [(name, x) for name, x in named if isinstance(x, Tensor)]
     return []
