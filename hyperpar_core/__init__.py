@@ -10,6 +10,8 @@
 """
 
 from .applied import Applied, apply_plan
+from .apply.check import CheckReport, check_plan
+from .apply.expert_mesh import build_expert_mesh
 from .apply.generated import original_forward
 from .apply.meshes import make_mesh
 from .descriptors import API_VERSION
@@ -26,12 +28,15 @@ __version__ = "0.1.0"
 __all__ = [
     "API_VERSION",
     "Applied",
+    "CheckReport",
     "LossSpec",
     "Override",
     "Overrides",
     "ShardingPlan",
     "apply_plan",
+    "build_expert_mesh",
     "build_plan",
+    "check_plan",
     "diff",
     "explain",
     "hookimpl",

@@ -43,22 +43,30 @@ class Applied:
     ) -> None:
         self.model, self.plan, self.mesh, self.mode = model, plan, mesh, mode
         self.data_parallel = data_parallel
-        self.expert_mesh: DeviceMesh | None = None
+        self.expert_mesh = installed.expert_mesh
         self._sharded = False
         self._installed: Installed | None = installed
         self._groups = axis_groups(mesh)
         sums = {axis: group for axis, group in self._groups.items() if axis != "dp" or data_parallel == "core"}
+        if installed.expert_sums is not None:
+            sums["edp"] = installed.expert_sums
         self._sums = GradientSums(installed.parameters, sums)
+        self._tokens: dict[int, int] = {}  # {tokens of this rank: tokens of the whole sequence}, of the last shard_batch
 
     @property
     def source_layouts(self) -> dict[str, tuple[tuple[Placement, ...], DeviceMesh]]:
         """{parameter: (placements, mesh)}: what each parameter looks like before data parallelism, on the plan's axes."""
         axes = tuple(self.plan.sizes)
-        if not axes:
-            return {}
-        mesh = self.mesh[axes]
-        owners = {name: self.plan.owner(name) for name in self.plan.parameters}
-        return {name: (layout_on(contract.params[local], axes), mesh) for name, (contract, local) in owners.items()}
+        mesh = self.mesh[axes] if axes else None
+        layouts: dict[str, tuple[tuple[Placement, ...], DeviceMesh]] = {}
+        for name in self.plan.parameters:
+            contract, local = self.plan.owner(name)
+            held = contract.params[local]
+            if "ep" in held and self.expert_mesh is not None:
+                layouts[name] = (layout_on(held, ("ep",)), self.expert_mesh["ep"])
+            elif mesh is not None:
+                layouts[name] = (layout_on(held, axes), mesh)
+        return layouts
 
     @property
     def data_parallel_rank(self) -> int:
@@ -72,7 +80,17 @@ class Applied:
 
     def shard_batch(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Any:
         """This rank's share of its dp rank's whole sequences: see train.batch.shard_batch. Every rank calls it."""
-        return batches.shard_batch(self.model, batch, self._groups)
+        shares = batches.shard_batch(self.model, batch, self._groups, self.plan.cp_order)
+        self._tokens = batches.lengths(batch, shares)
+        return shares
+
+    def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """The whole of a tensor whose `dim` holds this rank's tokens: in sequence order, without the padding of the last shard_batch.
+
+        Every rank of cp calls it; detached. Without cp it is the tensor itself.
+        """
+        tokens = self._tokens.get(tensor.shape[dim])
+        return batches.unshard(tensor, dim, self._groups.get("cp"), self.plan.cp_order, tokens)
 
     def reduce_loss(self, loss: Tensor) -> Tensor:
         """The mean over all tokens of all ranks, from this rank's share; for logging."""
@@ -108,7 +126,7 @@ class Applied:
             raise ApplyError("fully_shard was called on this model already.")
         layers = find_structure(self.model).layers
         self._sums.remove()
-        fsdp.shard_model(self.model, self.mesh, tuple(self.plan.sizes), layers, options)
+        fsdp.shard_model(self.model, self.mesh, tuple(self.plan.sizes), layers, options, self.expert_mesh)
         self._sharded = True
         return self.model
 
@@ -135,7 +153,7 @@ class Applied:
         installed = self._live()
         if any(isinstance(module, FSDPModule) for module in self.model.modules()):
             raise ApplyError("undo() after fully_shard: FSDP can't be taken off a model; save it, and load it anew.")
-        values = self.full_parameters() if installed.mesh is not None else {}
+        values = self.full_parameters() if installed.parameters else {}
         self._sums.remove()
         installed.journal.undo(values)
         self._installed = None
@@ -174,8 +192,10 @@ def apply_plan(
     if weights == "broadcast":
         broadcast_weights(model, mesh)
     installed: Installed | None = None
+    applied: Applied | None = None
     try:
         installed = install(model, plan, mesh, mode, data_parallel)
+        applied = Applied(model, plan, mesh, mode, data_parallel, installed)
     except Exception as error:
         problem = error
     try:
@@ -184,6 +204,6 @@ def apply_plan(
         if installed is not None:
             installed.journal.roll_back()
         raise
-    assert installed is not None
+    assert installed is not None and applied is not None
     installed.journal.commit()
-    return Applied(model, plan, mesh, mode, data_parallel, installed)
+    return applied

@@ -6,25 +6,35 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..collectives.functional import AxisGroup, axis_group
 from ..collectives.transition import Transition, transitions
 from ..errors import PlanError
-from ..placement import Layout, SharedShard
+from ..placement import Layout, Placement, SharedShard
+from ..plan.boundaries import find_structure
 from ..plan.contract import Contract
+from ..plan.gradients import computes_on_parts
 from ..plan.sharding_plan import ShardingPlan
 from ..plugins import call_factory, get_registry
+from .attributes import divide
+from .cut_input import CutInput
+from .expert_mesh import build_expert_mesh, parameter_mesh
 from .generated import ModuleState, state_of
 from .journal import Journal
 from .meshes import axis_groups, submesh
 from .parameters import BoundView, SharedSlice, distribute, gradient_placements, held_placements, pieces
 from .regions import BoundStep, ModelState, Region
-from .root import Root
+from .root import Root, refuse_resize
+from .router_logits import AuxLoss, RouterLogits
+from .validate import ParameterView, Validation, raise_mismatch, register_attention, sees_local
 
 __all__ = ["Installed", "install"]
 
@@ -40,7 +50,9 @@ class Installed:
     parameters: dict[
         str, tuple[nn.Parameter, tuple[Any, ...]]
     ]  # {first name: (DTensor parameter, placements of its gradient)}
-    mesh: DeviceMesh | None  # the parameters' mesh; None when no axis is active
+    mesh: DeviceMesh | None  # the dense parameters' mesh; None when no axis is active
+    expert_mesh: DeviceMesh | None  # (edp, ep); None when ep is 1
+    expert_sums: AxisGroup | None  # the ranks of edp that the core sums gradients over
 
 
 class _Inner:
@@ -54,14 +66,26 @@ class _Inner:
 
 
 class _Installer:
-    def __init__(self, model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, mode: str, core_dp: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ShardingPlan,
+        mesh: DeviceMesh,
+        mode: str,
+        core_dp: bool,
+        report: Callable[[str, str], None] | None,
+    ) -> None:
         self.model, self.plan, self.mesh, self.mode = model, plan, mesh, mode
         self.groups = axis_groups(mesh)
         self.axes = tuple(plan.sizes)
         self.parameter_mesh = submesh(mesh, dp=core_dp)
+        # (edp, ep), and the part of it that the core itself sums over: where experts live
+        ep = plan.ep_size
+        self.expert_mesh = build_expert_mesh(mesh, ep) if ep > 1 else None
+        self.expert_parameter_mesh = parameter_mesh(mesh, ep, dp=core_dp) if ep > 1 else None
         self.core_dp = core_dp
         self.journal = Journal()
-        self.state = ModelState()
+        self.state = ModelState(report)
         self.parameters: dict[str, tuple[nn.Parameter, tuple[Any, ...]]] = {}
         self.gradients: dict[int, tuple[Any, ...]] = {}  # {id of a DTensor parameter: placements of its gradient}
         self.original_names = {
@@ -75,32 +99,38 @@ class _Installer:
             self._divide_attributes()
             for contract in sorted(self.plan.boundaries, key=lambda c: -c.fqn.count(".")):
                 self._wrap(contract, computes[contract.fqn])
+            self._wrap_routers()
             self._wrap_root()
             self._install_loss()
         except BaseException:
             self.journal.roll_back()
             raise
-        return Installed(self.journal, self.state, self.parameters, self.parameter_mesh)
+        experts = self.expert_parameter_mesh
+        sums = axis_group(experts["edp"]) if experts is not None and "edp" in (experts.mesh_dim_names or ()) else None
+        return Installed(self.journal, self.state, self.parameters, self.parameter_mesh, self.expert_mesh, sums)
 
     # parameters
 
     def _distribute(self) -> None:
-        mesh = self.parameter_mesh
-        if mesh is None:
-            return
         made: dict[int, dict[str, nn.Parameter]] = {}
         for owner_name, owner in self.model.named_modules():
             for name, parameter in list(owner._parameters.items()):
                 if parameter is None:
                     continue
                 fqn = f"{owner_name}.{name}" if owner_name else name
+                contract, local = self.plan.owner(fqn)
+                mesh = self.expert_parameter_mesh if "ep" in contract.params[local] else self.parameter_mesh
+                if mesh is None:
+                    continue
                 if id(parameter) not in made:
-                    made[id(parameter)] = self._distributed(fqn, name, parameter, mesh)
+                    made[id(parameter)] = self._distributed(contract, local, fqn, parameter, mesh)
                 self.journal.replace_parameter(owner, name, fqn, made[id(parameter)])
 
-    def _distributed(self, fqn: str, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> dict[str, nn.Parameter]:
+    def _distributed(
+        self, contract: Contract, local: str, fqn: str, parameter: nn.Parameter, mesh: DeviceMesh
+    ) -> dict[str, nn.Parameter]:
         """{name: the DTensor parameter}, or one for each section of a packed parameter."""
-        contract, local = self.plan.owner(fqn)
+        name = fqn.rpartition(".")[2]
         result = {}
         for piece, value, held, grad in pieces(contract, local, name, parameter):
             result[piece] = distribute(value, mesh, held_placements(held, mesh, parameter.ndim))
@@ -114,8 +144,10 @@ class _Installer:
     def _divide_attributes(self) -> None:
         for contract in self.plan.boundaries:
             module = self.model.get_submodule(contract.fqn)
+            if not sees_local(contract, self.mode):
+                continue
             for attribute, divisor in contract.divide.items():
-                self.journal.set_attribute(module, attribute, getattr(module, attribute) // divisor)
+                divide(self.journal, module, attribute, divisor)
 
     def _wrap(self, contract: Contract, compute: Callable[..., Any] | None) -> None:
         module = self.model.get_submodule(contract.fqn)
@@ -146,35 +178,57 @@ class _Installer:
         child = contract.inner_target not in (None, "self")
         region = Region(
             contract.fqn, self.state, inputs, outputs, contract.out_names, (contract.in_src, contract.out_dst),
-            None if child else compute, keep,
+            None if child else compute, keep, self._validation(contract),
         )  # fmt: skip
         self._state(module, runs=True).run = region
         if child:
             target = module.get_submodule(str(contract.inner_target))
             self._state(target, runs=True).run = _Inner(compute)  # type: ignore[arg-type]
+        for name, forward in getattr(compute, "children", {}).items():
+            self._state(module.get_submodule(name), runs=True).run = _Inner(forward)
         self._adopt(contract, module, region)
+        install = getattr(compute, "install", None)
+        if install is not None:  # what it changes beside the forward, a config's attention name, say; it hands back the inverse
+            self.journal.on_undo(install(module.get_submodule(str(contract.inner_target)) if child else module))
 
     def _adopt(self, contract: Contract, module: nn.Module, region: Region) -> None:
         """Gives every module that holds parameters of this boundary local access to them while `region` runs."""
-        mesh = self.parameter_mesh
-        if mesh is None:
-            return
         for parameter in contract.params:
             path, _, name = parameter.rpartition(".")
             owner = module.get_submodule(path)
-            state = self._state(owner, runs=False)
-            state.region = region
             sections = contract.sections.get(parameter, ())
             names = [f"{name}_{section.name}" for section in sections] or [name]
+            if not isinstance(owner._parameters[names[0]], DTensor):
+                continue
+            state = self._state(owner, runs=False)
+            state.region = region
             if sections:
                 state.packed[name] = (sections[0].dim, tuple(names))
-            for piece in names:
-                state.local[piece] = (self.gradients[id(owner._parameters[piece])], self._view(contract, parameter))
+            for i, piece in enumerate(names):
+                view = self._view(contract, parameter, sections[i].placement if sections else None)
+                validation = region.validation
+                if validation is not None and validation.dispatch:
+                    held = self.plan.parameters[f"{contract.fqn}.{parameter}" if contract.fqn else parameter]
+                    layout = contract.param_use.get(parameter, contract.params[parameter])
+                    view = ParameterView(
+                        validation, parameter, torch.Size(held), layout, contract.param_grad[parameter], view
+                    )
+                state.local[piece] = (self.gradients[id(owner._parameters[piece])], view)
 
-    def _view(self, contract: Contract, parameter: str) -> Callable[[Tensor], Tensor] | None:
-        """What makes the region's view of a parameter out of the local part, where that is another."""
-        seen = contract.param_use.get(parameter, {}).get("tp")
-        if seen is None:
+    def _validation(self, contract: Contract) -> Validation | None:
+        """What validate mode does at a boundary; None in production, and where no plan axis is active."""
+        mesh = submesh(self.mesh, dp=False)
+        if self.mode != "validate" or mesh is None:
+            return None
+        register_attention()
+        return Validation(contract, mesh, self.axes, self.state.report or raise_mismatch, self.state)
+
+    def _view(
+        self, contract: Contract, parameter: str, section: Placement | None
+    ) -> Callable[[Tensor], Tensor] | None:
+        """What makes the region's view of a parameter, or of a section, out of the local part, where that is another."""
+        seen = contract.param_use.get(parameter, {}).get("tp") if section is None else section
+        if seen is None or (section is not None and not isinstance(section, SharedShard)):
             return None
         if isinstance(seen, SharedShard):
             return SharedSlice(seen.dim, self.groups["tp"].ranks // seen.copies, self.groups["tp"].rank // seen.copies)
@@ -185,9 +239,8 @@ class _Installer:
         """The module's state; its class is generated on first need."""
         state = state_of(module)
         if state is None:
-            names = (
-                () if self.parameter_mesh is None else tuple(n for n, p in module._parameters.items() if p is not None)
-            )
+            distributed = any(isinstance(p, DTensor) for p in module._parameters.values())
+            names = self.original_names[id(module)] if distributed else ()
             state = self.journal.set_class(module, names, runs)
         return state
 
@@ -197,7 +250,8 @@ class _Installer:
         steps = []
         for t in transitions(src, dst, grad, self.axes):
             last = isinstance(t.src, Shard) and t.src.dim == -1
-            steps.append(BoundStep(t, self.groups[t.axis], self._lower(contract, t), width if last else None))
+            tokens = width is not None or not contract.features  # attention weights, say, have heads in dim 1
+            steps.append(BoundStep(t, self.groups[t.axis], self._lower(contract, t), width if last else None, tokens))
         return tuple(steps)
 
     def _lower(self, contract: Contract, transition: Transition) -> Callable[..., Any]:
@@ -215,7 +269,8 @@ class _Installer:
     def _context(self, contract: Contract, module: nn.Module) -> dict[str, Any]:
         return {
             "module": module, "target_module": module, "fqn": contract.fqn, "mesh": self.mesh, "contract": contract,
-            "tp_mesh": self._axis("tp"), "cp_mesh": self._axis("cp"), "ep_mesh": None, "mode": self.mode, "model": self.model,
+            "tp_mesh": self._axis("tp"), "cp_mesh": self._axis("cp"), "mode": self.mode, "model": self.model,
+            "ep_mesh": None if self.expert_mesh is None else self.expert_mesh["ep"],
         }  # fmt: skip
 
     def _axis(self, axis: str) -> DeviceMesh | None:
@@ -254,9 +309,26 @@ class _Installer:
         _info(f"loss: {loss.name} ({provider}) on logits sharded over tp")
 
     def _wrap_root(self) -> None:
+        for module in self.model.modules():
+            if hasattr(module, "resize_token_embeddings"):
+                self.journal.set_attribute(module, "resize_token_embeddings", refuse_resize)
         state = self._state(self.model, runs=True)
         shares = tuple(axis for axis in self.groups if axis == "cp" or (axis == "dp" and self.core_dp))
-        state.run = Root(self.model, self.state, self.plan.sequence_parallel, shares, state.run)
+        cut = CutInput(self.model, self.groups["cp"], self.plan.cp_order) if "cp" in self.groups else None
+        aux = AuxLoss(prod(self.groups[axis].ranks for axis in ("dp", "cp") if axis in self.groups))
+        state.run = Root(self.model, self.state, self.plan.sequence_parallel, shares, state.run, aux, cut)
+
+    def _wrap_routers(self) -> None:
+        """Around the module that holds the decoder layers: what makes the routers' logits whole."""
+        blocks = [c for c in self.plan.boundaries if c.template == "moe_mlp"]
+        layers = find_structure(self.model).layers
+        if not blocks or not layers:
+            return
+        seen = [next(iter(c.in_dst.values())) for c in blocks]
+        tokens = seen[0] if all(layout == seen[0] for layout in seen) else None
+        partial = any(computes_on_parts(c, "tp") for c in blocks)
+        state = self._state(self.model.get_submodule(layers[0].rpartition(".")[0].rpartition(".")[0]), runs=True)
+        state.run = RouterLogits(state.run, self.groups, tokens, partial)
 
 
 def _info(text: str) -> None:
@@ -264,6 +336,16 @@ def _info(text: str) -> None:
         logger.info(text)
 
 
-def install(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, mode: str, data_parallel: str) -> Installed:
-    """Changes `model` in place, on every rank of `mesh`; any error leaves it as it was. The journal is not committed yet."""
-    return _Installer(model, plan, mesh, mode, data_parallel == "core").install()
+def install(
+    model: nn.Module,
+    plan: ShardingPlan,
+    mesh: DeviceMesh,
+    mode: str,
+    data_parallel: str,
+    report: Callable[[str, str], None] | None = None,
+) -> Installed:
+    """Changes `model` in place, on every rank of `mesh`; any error leaves it as it was. The journal is not committed yet.
+
+    report: where validate mode notes a mismatch; by default it raises PlacementMismatch.
+    """
+    return _Installer(model, plan, mesh, mode, data_parallel == "core", report).install()

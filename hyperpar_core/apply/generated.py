@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["STATE", "ModuleState", "generated_class", "original_forward", "state_of"]
+__all__ = ["STATE", "ModuleState", "generated_class", "original_forward", "plain_name", "state_of"]
 
 STATE = "_hyperpar"
 
@@ -34,6 +34,11 @@ class ModuleState:
         self.run: Any = None
         self.local: dict[str, tuple[tuple[Any, ...], Callable[[torch.Tensor], torch.Tensor] | None]] = {}
         self.packed: dict[str, tuple[int, tuple[str, ...]]] = {}
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the components that wrappers of torch put into it."""
+    return ".".join(part for part in name.split(".") if part not in ("_checkpoint_wrapped_module", "_orig_mod"))
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
@@ -120,5 +125,5 @@ def original_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def in_backward() -> bool:
-    """Whether the caller runs inside a backward: a checkpointed forward that is computed again."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    """Whether the caller runs inside a backward: a checkpointed forward that is computed again. Compiled code can't tell."""
+    return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)

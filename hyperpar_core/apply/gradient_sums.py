@@ -45,7 +45,7 @@ class GradientSums:
                 self.watched.append((parameter, partial))
         self.enabled = True
         self._task: int | None = None
-        self._handles = [parameter.register_hook(self._before(i)) for i, (parameter, _) in enumerate(self.watched)]
+        self._handles = [_hook(parameter, self._before(i)) for i, (parameter, _) in enumerate(self.watched)]
 
     def remove(self) -> None:
         """Stops watching."""
@@ -154,6 +154,14 @@ class GradientSums:
             if count:
                 fresh[i] = flat[offset : offset + local.numel()].view(local.shape)
             offset += local.numel()
+
+
+def _hook(parameter: nn.Parameter, hook: Any) -> Any:
+    """Registers `hook` on a parameter's gradient, also on a frozen one: it may thaw later."""
+    trained = parameter.requires_grad
+    handle = parameter.requires_grad_(True).register_hook(hook)
+    parameter.requires_grad_(trained)
+    return handle
 
 
 def _is_partial(grad: Tensor) -> bool:

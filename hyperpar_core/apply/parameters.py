@@ -26,8 +26,8 @@ def held_placements(layout: Layout, mesh: DeviceMesh, ndim: int) -> tuple[Placem
 
 
 def gradient_placements(grad: Layout, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
-    """The placements of a parameter's gradient as a backward leaves it: Partial over dp, elsewhere as the contract says."""
-    return held_placements({**grad, "dp": Partial()}, mesh, ndim)
+    """The placements of a parameter's gradient as a backward leaves it: Partial over dp (experts: edp), elsewhere as the contract says."""
+    return held_placements({**grad, "dp": Partial(), "edp": Partial()}, mesh, ndim)
 
 
 def cut(tensor: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:

@@ -13,13 +13,15 @@ from torch.distributed.tensor import DTensor
 from ..errors import ApplyError
 from ..plan.build import find_family, mesh_sizes
 from ..plan.contract import Contract
+from ..plan.refusals import refuse
 from ..plan.sharding_plan import ShardingPlan
 from ..plugins import get_registry
 from .generated import state_of
 
 __all__ = ["MODES", "preflight", "record"]
 
-MODES = ("production",)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MODES = ("production", "validate")
 
 
 def _check_model(model: nn.Module, plan: ShardingPlan) -> None:
@@ -47,10 +49,16 @@ def _check_model(model: nn.Module, plan: ShardingPlan) -> None:
     devices = sorted({str(p.device) for p in model.parameters()})
     if len(devices) > 1:
         raise ApplyError(f"the parameters are on several devices ({', '.join(devices)}); move the model to one.")
-    odd = [name for name, p in model.named_parameters() if not p.is_floating_point()]
-    if odd or getattr(model, "hf_quantizer", None) is not None:
+    odd = [f"{name} is {p.dtype}" for name, p in model.named_parameters() if p.dtype not in DTYPES]
+    if odd:
+        raise ApplyError(f"the model is quantised ({odd[0]}); parameters must be {', '.join(map(str, DTYPES))}.")
+
+
+def _check_forward(module: nn.Module, name: str) -> None:
+    if "forward" in module.__dict__:
         raise ApplyError(
-            f"the model is quantised ({odd[0] if odd else 'hf_quantizer is set'}); only floating-point parameters can be planned."
+            f"{name}: its forward was replaced on the instance, so a boundary on its class would never run.\n"
+            "  Undo that (del module.forward) before apply_plan, or put the replacement on the class."
         )
 
 
@@ -59,17 +67,7 @@ def _check_boundary(model: nn.Module, contract: Contract) -> None:
         module = model.get_submodule(contract.fqn)
     except AttributeError:
         raise ApplyError(f"the plan has a boundary at {contract.fqn!r}, and the model has no such module.") from None
-    if "forward" in module.__dict__:
-        raise ApplyError(
-            f"{contract.fqn}: its forward was replaced on the instance, so a boundary on its class would never run.\n"
-            "  Undo that (del module.forward) before apply_plan, or put the replacement on the class."
-        )
-    for attribute, divisor in contract.divide.items():
-        value = getattr(module, attribute, None)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ApplyError(f"{contract.fqn}.{attribute}: to be divided by {divisor}, and it is {value!r}.")
-        if value % divisor:
-            raise ApplyError(f"{contract.fqn}.{attribute}: {value} isn't divisible by {divisor}.")
+    _check_forward(module, contract.fqn)
 
 
 def preflight(
@@ -86,22 +84,18 @@ def preflight(
     if sizes != dict(plan.sizes):
         raise ApplyError(f"the plan is for {_text(plan.sizes)}, and the mesh has {_text(sizes)}.")
     _check_model(model, plan)
+    _check_forward(model, type(model).__name__)
     device = next((p.device.type for p in model.parameters()), mesh.device_type)
     if device not in (mesh.device_type, "meta"):
         raise ApplyError(f"the model is on {device}, and the mesh is for {mesh.device_type}; move the model first.")
     for contract in plan.boundaries:
         _check_boundary(model, contract)
-    registry = get_registry()
-    for contract in plan.boundaries:  # names in a plan from a file may be unknown here
-        if contract.lowerer is not None:
-            registry.lowerer(contract.lowerer)
-    if plan.loss is not None:
-        registry.loss(plan.loss.name)
     family, _ = find_family(model)
     if (family.name if family else None) != plan.family:
         raise ApplyError(
             f"the plan was made with family adapter {plan.family}, and here it is {family.name if family else None}."
         )
+    refuse(model, plan, family)
 
 
 def record(

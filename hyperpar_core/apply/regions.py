@@ -14,6 +14,7 @@ from ..collectives.transition import Transition
 from ..errors import ApplyError
 from ..placement import Layout, shard_size
 from .generated import in_backward, original_forward
+from .validate import Validation
 
 __all__ = ["BoundStep", "ModelState", "Region"]
 
@@ -26,12 +27,16 @@ class ModelState:
     length    tokens (dim 1) of the sequence that entered the decoder stack last; None before the first
     uneven    whether a length was ever no multiple of the axis it is cut by
     labels    whether the running forward was given labels
+    where     the region that validate mode entered last
+    report    where validate mode notes a mismatch; None raises it
     """
 
-    def __init__(self) -> None:
+    def __init__(self, report: Callable[[str, str], None] | None = None) -> None:
+        self.report = report
         self.length: int | None = None
         self.uneven = False
         self.labels = False
+        self.where = ""
         self.observer: Observer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -41,17 +46,25 @@ class ModelState:
 class BoundStep:
     """One transition, bound to its ranks and its lowering.
 
-    size: the whole length of the source's cut dim where the plan knows it; `sequence`: the stack knows it while it runs.
+    size: the whole length of the source's cut dim where the plan knows it. sequence: dim 1 is that of the tokens, whose number the
+    stack knows while it runs; otherwise it is cut evenly (heads).
     """
 
-    def __init__(self, transition: Transition, group: AxisGroup, call: Callable[..., Tensor], size: int | None) -> None:
+    def __init__(
+        self,
+        transition: Transition,
+        group: AxisGroup,
+        call: Callable[..., Tensor],
+        size: int | None,
+        sequence: bool = True,
+    ) -> None:
         self.group, self.call, self.size = group, call, size
         self.gathers = transition.forward in ("all_gather", "all_to_all")
         self.cuts_sequence = (
             isinstance(transition.dst, Shard) and transition.dst.dim == 1 and transition.forward == "shard"
         )
         self.src_dim = transition.src.dim if isinstance(transition.src, Shard) else 0
-        self.sequence = self.gathers and self.src_dim == 1 and size is None
+        self.sequence = sequence and self.gathers and self.src_dim == 1 and size is None
 
     def __call__(self, x: Tensor, model: ModelState) -> Tensor:
         if self.cuts_sequence:
@@ -91,6 +104,7 @@ class Region:
         layouts: tuple[Mapping[str, Layout], Mapping[str, Layout]],
         compute: Callable[..., Any] | None = None,
         keep_sharded: tuple[Any, int] | None = None,
+        validation: Validation | None = None,
     ) -> None:
         self.fqn, self.model = fqn, model
         self.inputs = tuple((name, position, steps) for name, (position, steps) in inputs.items())
@@ -100,14 +114,23 @@ class Region:
         self.keep_sharded = (
             keep_sharded  # (1-D mesh, width): with labels, the output leaves as a DTensor cut on its last dim
         )
+        self.validation = validation
         self.active = 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.inputs:
             args, kwargs = self._enter(args, kwargs)
+        compute = original_forward if self.compute is None else self.compute
+        if self.validation is not None:
+            self.model.where = self.fqn
+            args, kwargs = self.validation.others((args, kwargs))
         self.active += 1
         try:
-            out = (original_forward if self.compute is None else self.compute)(module, *args, **kwargs)
+            if self.validation is None:
+                out = compute(module, *args, **kwargs)
+            else:
+                with self.validation.computing():
+                    out = compute(module, *args, **kwargs)
         finally:
             self.active -= 1
         return self._leave(out) if self.outputs else out
@@ -127,6 +150,8 @@ class Region:
     def _input(self, name: str, x: Any, steps: tuple[BoundStep, ...]) -> Any:
         if x is None:
             return None
+        if self.validation is not None and isinstance(x, DTensor):
+            x = self.validation.arrive(name, x)
         if not isinstance(x, Tensor) or isinstance(x, DTensor):
             raise ApplyError(f"{self.fqn}: input {name!r} must be a plain tensor, got {type(x).__name__}.")
         observer = self.model.observer
@@ -135,14 +160,14 @@ class Region:
             x.register_hook(lambda grad: observer(self.fqn, "grad_input", name, grad, self.in_layouts[name]))
         for step in steps:
             x = step(x, self.model)
-        return x
+        return x if self.validation is None else self.validation.enter(name, x)
 
     def _leave(self, out: Any) -> Any:
         if isinstance(out, Tensor):
             return self._output("output" if self.out_names[0] not in self.outputs else self.out_names[0], out)
-        if isinstance(out, tuple):
+        if isinstance(out, (tuple, list)):
             values = [self._element(i, value) for i, value in enumerate(out)]
-            return type(out)(*values) if hasattr(out, "_fields") else tuple(values)
+            return type(out)(*values) if hasattr(out, "_fields") else values if isinstance(out, list) else tuple(values)
         if isinstance(out, dict):
             for name, value in list(out.items()):
                 if isinstance(value, Tensor):
@@ -151,7 +176,7 @@ class Region:
         if out is None:
             return None
         raise ApplyError(
-            f"{self.fqn}: returns a {type(out).__name__}; a boundary returns tensors, a tuple or a mapping of them."
+            f"{self.fqn}: returns a {type(out).__name__}; a boundary returns tensors, a tuple, a list or a mapping of them."
         )
 
     def _element(self, i: int, value: Any) -> Any:
@@ -165,6 +190,8 @@ class Region:
                 f"{self.fqn}: returns a tensor as {name!r}, which the contract doesn't declare (declared: {', '.join(self.outputs)}).\n"
                 "  Name it in out_names, and give it out_src and out_dst."
             )
+        if self.validation is not None:
+            x = self.validation.leave(name, x)
         if self.keep_sharded is not None and self.model.labels:
             mesh, width = self.keep_sharded
             shape = (*x.shape[:-1], width)
@@ -175,7 +202,7 @@ class Region:
             x = step(x, self.model)
         if self.model.observer is not None:
             self.model.observer(self.fqn, "output", name, x.detach(), self.out_layouts[name])
-        return x
+        return x if self.validation is None else self.validation.depart(name, x)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ..errors import ApplyError
-from .generated import original_forward
-from .regions import ModelState, Region
+from .cut_input import CutInput
+from .generated import original_forward, plain_name
+from .regions import ModelState
+from .router_logits import AuxLoss
+from .share import activate
 
-__all__ = ["Root"]
+__all__ = ["Root", "refuse_resize"]
 
 
 class Root:
     """Runs in front of the model's own forward. `region` is its boundary, where the model itself is one.
 
     shares: the axes over which each rank's loss is only its share of the whole (gradients are summed over them).
+    aux: counts this rank's share of an auxiliary loss.
+    cut: reads what this rank holds of sequences that are cut over cp.
     """
 
     def __init__(
@@ -26,9 +32,12 @@ class Root:
         state: ModelState,
         sequence_parallel: bool,
         shares: tuple[str, ...],
-        region: Region | None,
+        region: Callable[..., Any] | None,
+        aux: AuxLoss,
+        cut: CutInput | None = None,
     ) -> None:
         self.state, self.sequence_parallel, self.shares, self.region = state, sequence_parallel, shares, region
+        self.cut, self.aux = cut, aux
         self.known = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
         names = list(inspect.signature(type(model).forward).parameters)
         self.labels_position = names.index("labels") - 1 if "labels" in names else None
@@ -52,12 +61,22 @@ class Root:
                 " mean, and the gradients' sum too large.\n  Pass the batch through applied.shard_batch(batch)."
             )
         self.state.labels = labels is not None
-        if self.region is not None:
-            return self.region(module, args, kwargs)
-        return original_forward(module, *args, **kwargs)
+        if self.cut is None:
+            return self._run(module, args, kwargs)
+        kwargs, share = self.cut.share(module, args, kwargs)
+        with activate(share):
+            return self._run(module, args, kwargs)
+
+    def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        summed = self.state.labels and kwargs.get("num_items_in_batch") is not None
+        with self.aux.shared(module, summed):
+            run = self.region
+            out = original_forward(module, *args, **kwargs) if run is None else run(module, args, kwargs)
+        self.aux.check(module, out, summed)
+        return out
 
     def _check(self, module: nn.Module) -> None:
-        unknown = [n for n, _ in module.named_parameters(remove_duplicate=False) if _plain(n) not in self.known]
+        unknown = [n for n, _ in module.named_parameters(remove_duplicate=False) if plain_name(n) not in self.known]
         if unknown:
             raise ApplyError(
                 f"{len(unknown)} parameters aren't in the plan: {', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}.\n"
@@ -66,9 +85,12 @@ class Root:
         self.checked = True
 
 
-def _plain(name: str) -> str:
-    """A parameter's name without the components that wrappers of torch put into it."""
-    return ".".join(part for part in name.split(".") if part not in ("_checkpoint_wrapped_module", "_orig_mod"))
+def refuse_resize(*args: Any, **kwargs: Any) -> Any:
+    """Stands in for `resize_token_embeddings` while a plan is on the model."""
+    raise ApplyError(
+        "resize_token_embeddings on a planned model: the plan knows the old vocab.\n"
+        "  Call applied.undo(), resize, and plan anew; or resize before build_plan."
+    )
 
 
 def _asked(module: nn.Module, kwargs: dict[str, Any], flag: str) -> bool:

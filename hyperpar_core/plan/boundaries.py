@@ -58,6 +58,12 @@ def _looks_like_attention(fqn: str, module: nn.Module) -> bool:
     )
 
 
+def _above(name: str) -> list[str]:
+    """The names of all modules above a parameter or module."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
 def find_boundaries(
     model: nn.Module, roles: Mapping[str, str], structure: Structure, family_rules: Mapping[str, Any]
 ) -> dict[str, tuple[str, Mapping[str, Any]]]:
@@ -70,25 +76,39 @@ def find_boundaries(
     for parameter, role in roles.items():
         owner = parameter.rpartition(".")[0]
         children.setdefault(owner.rpartition(".")[0], set()).add(role)
+    routed = {above for p, role in roles.items() if role == "moe_gate" for above in _above(p)}
     inner = []
+    moe = []
     for fqn, module in model.named_modules():
         template: str | None = None
         if fqn == structure.embed:
             template = "embed"
         elif fqn == structure.head:
             template = "lm_head"
-        elif {"colwise", "rowwise"} <= children.get(fqn, set()):
+        elif fqn.startswith(tuple(moe)):
+            pass  # shared experts, norms: the block's own
+        elif fqn in routed and "moe_expert" in children.get(fqn, set()):
+            template = "moe_mlp"
+            moe.append(fqn + ".")
+        elif fqn in structure.layers:
+            pass  # projections that sit in a layer itself are boundaries of their own, below
+        elif "rowwise" in (own := children.get(fqn, set())) and own & {"colwise", "packed"}:
             template = "attention" if _looks_like_attention(fqn, module) else "mlp"
-            inner.append(fqn + ".")
         elif any(p is not None for p in module._parameters.values()) and not fqn.startswith(tuple(inner)):
-            own = {roles.get(f"{fqn}.{name}" if fqn else name) for name in module._parameters}
-            template = "norm" if "norm" in own else "replicated" if own & {"replicated", "bias"} else None
+            held = {roles.get(f"{fqn}.{name}" if fqn else name) for name in module._parameters}
+            template = "norm" if "norm" in held else "replicated" if held & {"replicated", "bias"} else None
+            if fqn.rpartition(".")[0] in structure.layers and held & {"colwise", "rowwise"}:
+                template = "colwise" if "colwise" in held else "rowwise"
+        if fqn == structure.final_norm:
+            template = "norm"  # also without parameters: the stack's sequence shards end here
         declared: Mapping[str, Any] = {}
         matching = [rule for pattern, rule in family_rules.items() if fnmatchcase(fqn, pattern)]
         if matching:
             rule = matching[-1]
             declared = {"template": rule} if isinstance(rule, str) or rule is None else dict(rule)
             template = declared.get("template", template)
+        if template in ("attention", "mlp"):
+            inner.append(fqn + ".")
         if template is not None:
             found[fqn] = (template, {k: v for k, v in declared.items() if k != "template"})
         elif declared.get("template", "") is None:

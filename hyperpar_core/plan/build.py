@@ -2,58 +2,34 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..descriptors import InnerWrapper, LocalComputeFactory, ModelFamily
+from ..descriptors import LocalComputeFactory, ModelFamily
 from ..errors import PlanError, PluginError, Refused
 from ..plugins import get_registry
-from .boundaries import find_boundaries, find_structure, owners
+from .boundaries import Structure, find_boundaries, find_structure, owners
 from .contract import Contract
+from .degrees import MESH_AXES, mesh_sizes
+from .experts import check_expert_degree, require_archetypes, suggested_archetypes
 from .finalise import finalise, tied_groups
-from .overrides import Override, Overrides, apply_overrides
+from .injections import completed, provided
+from .merging import Merger
+from .overrides import Override, Overrides
+from .refusals import refuse
 from .roles import assign_roles
-from .sharding_plan import Loss, ShardingPlan
-from .templates import VOCAB_EMBEDDING, PlanContext, contract_from
+from .sharding_plan import CP_ORDERS, Loss, ShardingPlan
+from .templates import VOCAB_EMBEDDING, PlanContext, contract_from, cut_sections
+from .yaml_files import plain_data, shown
 
-__all__ = ["LossSpec", "build_plan", "mesh_sizes", "suggest_overrides"]
+__all__ = ["MESH_AXES", "LossSpec", "build_plan", "find_family", "mesh_sizes", "suggest_overrides"]
 
 LossSpec = Loss
 VOCAB_LOSS = "vocab_parallel_cross_entropy"
-MESH_AXES = ("dp", "cp", "tp")
-
-
-def mesh_sizes(mesh: DeviceMesh | Mapping[str, int]) -> dict[str, int]:
-    """{axis: degree} in the order dp, cp, tp, those of size 1 left out. PlanError for an axis that hyperpar doesn't know."""
-    if isinstance(mesh, DeviceMesh):
-        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-        if not sizes:
-            raise PlanError(
-                "the mesh has no axis names; make it with make_mesh(dp=..., cp=..., tp=...) or name its dims."
-            )
-    else:
-        sizes = dict(mesh)
-    if "pp" in sizes:
-        raise Refused(
-            "the mesh has a pp axis; a plan describes one pipeline stage. Split the mesh by stage (mesh['dp', 'cp', 'tp'] on the"
-            " ranks of a stage), and plan each stage's part of the model with its own mesh."
-        )
-    for axis, size in sizes.items():
-        if axis not in MESH_AXES:
-            raise PlanError(
-                f"unknown mesh axis {axis!r} (known: {', '.join(MESH_AXES)}; the expert mesh is derived from them)."
-            )
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise PlanError(f"mesh axis {axis}: a degree is a positive whole number, got {size!r}.")
-    if list(sizes) != [axis for axis in MESH_AXES if axis in sizes]:
-        if isinstance(mesh, DeviceMesh):
-            raise PlanError(f"the mesh's axes are ordered {tuple(sizes)}; the order must be dp, cp, tp (tp innermost).")
-        sizes = {axis: sizes[axis] for axis in MESH_AXES if axis in sizes}
-    return {axis: size for axis, size in sizes.items() if size > 1}
 
 
 def find_family(model: nn.Module) -> tuple[ModelFamily | None, str]:
@@ -97,140 +73,102 @@ def build_plan(
 
     overrides: Override entries, a YAML file or text. loss_parallel: keep logits sharded on the vocab in the loss.
     derive=False: only what the overrides insert. trusted_modules: modules that YAML may name as `module:object`.
-    Raises PlanError (OverrideError, Refused) before anything changes. The same input gives the same plan, on any rank.
+    Raises PlanError (OverrideError, Refused) or PluginError before anything changes. The same input gives the same plan, on any rank.
     """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"build_plan takes a torch.nn.Module, got {shown(model)}.")
     all_sizes = mesh_sizes(mesh_or_sizes)
+    _check_arguments(cp_order, sequence_parallel, derive, trusted_modules)
+    check_expert_degree(ep_size, all_sizes)
     sizes = {axis: size for axis, size in all_sizes.items() if axis != "dp"}
-    if cp_order not in ("head_tail", "contiguous"):
-        raise PlanError(f"cp_order is {cp_order!r}; known: head_tail, contiguous.")
-    if not derive:
-        raise PlanError("derive=False isn't supported by this version.")
     tp = sizes.get("tp", 1)
-    sequence_parallel = bool(sequence_parallel) and tp > 1
+    sequence_parallel = sequence_parallel and tp > 1
     family, family_provider = find_family(model)
     _refuse_limits(family, model, {**sizes, "ep": ep_size}, sequence_parallel)
-    if ep_size != 1:
-        raise Refused(f"ep_size={ep_size}: no boundary of this model holds experts over ep.")
-
     roles = assign_roles(model, family.roles if family else {})
     structure = find_structure(model)
-    if sequence_parallel and (not structure.layers or structure.final_norm is None):
+    if sequence_parallel and derive:
+        _require_stack(structure)
+    tied = tied_groups(model)
+    ctx = PlanContext(
+        model=model, sizes=sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel is not False,
+        vocab_embedding=get_registry().find(LocalComputeFactory, VOCAB_EMBEDDING) is not None, roles=roles,
+        handlers=family.handlers if family else {}, structure=structure,
+        tied=any({f"{structure.embed}.weight", f"{structure.head}.weight"} <= set(group) for group in tied),
+        ep=ep_size,
+    )  # fmt: skip
+    conditions = {*sizes, *(("sp",) if sequence_parallel else ()), *(("ep",) if ep_size > 1 else ())}
+    merger = Merger(
+        model, frozenset(conditions), tp, tuple(trusted_modules), lambda name, handler: cut_sections(ctx, name, handler)
+    )
+    contracts = _derived(ctx, family, merger) if derive else {}
+    contracts, owner_of = merger.apply(contracts, Overrides.of(overrides))
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    completed_ = [completed(contract) for contract in contracts.values()]
+    boundaries = finalise(completed_, owner_of, shapes, sizes, ep_size)
+    require_archetypes(boundaries, ep_size, family)
+    loss = _choose_loss(loss_parallel, ctx, boundaries)
+    plan = ShardingPlan(
+        model=getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__,
+        family=family.name if family else None, sizes=sizes, ep_size=ep_size, sequence_parallel=sequence_parallel,
+        cp_order=cp_order, loss=loss, boundaries=boundaries, parameters=shapes, tied=tied, notes=_notes(ctx),
+    )  # fmt: skip
+    refuse(model, plan, family)
+    providers = provided(boundaries)
+    if family is not None:
+        providers[f"family {family.name}"] = family_provider
+    if loss is not None:
+        providers[f"loss {loss.name}"] = str(get_registry().loss(loss.name)[1])
+    return replace(plan, providers=dict(sorted(providers.items())))
+
+
+def _check_arguments(cp_order: Any, sequence_parallel: Any, derive: Any, trusted_modules: Any) -> None:
+    if cp_order not in CP_ORDERS:
+        raise PlanError(f"cp_order is {shown(cp_order)}; known: {', '.join(CP_ORDERS)}.")
+    for name, value in (("sequence_parallel", sequence_parallel), ("derive", derive)):
+        if not isinstance(value, bool):
+            raise PlanError(f"{name} is {shown(value)}; expected True or False.")
+    if isinstance(trusted_modules, str) or not all(isinstance(name, str) for name in trusted_modules):
+        raise PlanError(f"trusted_modules is {shown(trusted_modules)}; expected a list of module names.")
+
+
+def _require_stack(structure: Structure) -> None:
+    if not structure.layers or structure.final_norm is None:
         raise Refused(
             "sequence parallel needs one list of decoder layers with a norm behind it, and this model has "
             f"{len(structure.layers)} layers and {'no final norm' if structure.layers else 'no list'}. Pass sequence_parallel=False."
         )
-    tied = tied_groups(model)
-    ctx = PlanContext(
-        model=model, sizes=sizes, sequence_parallel=sequence_parallel, loss_parallel=bool(loss_parallel),
-        vocab_embedding=get_registry().find(LocalComputeFactory, VOCAB_EMBEDDING) is not None, roles=roles,
-        handlers=family.handlers if family else {}, structure=structure,
-        tied=any({f"{structure.embed}.weight", f"{structure.head}.weight"} <= set(group) for group in tied),
-    )  # fmt: skip
-    found = find_boundaries(model, roles, structure, family.boundaries if family else {})
-    owner_of = owners(model, {fqn for fqn, (template, _) in found.items() if template != "stack"})
+
+
+def _derived(ctx: PlanContext, family: ModelFamily | None, merger: Merger) -> dict[str, Contract]:
+    """The contracts that roles, templates and the family give, by module."""
+    modules = dict(ctx.model.named_modules())
+    found = find_boundaries(ctx.model, ctx.roles, ctx.structure, family.boundaries if family else {})
+    owner_of = owners(ctx.model, {fqn for fqn, (template, _) in found.items() if template != "stack"})
+    owned: dict[str, dict[str, nn.Parameter]] = {fqn: {} for fqn in found}
+    for name, parameter in ctx.model.named_parameters(remove_duplicate=False):
+        owner = owner_of[name]
+        if owner is not None and name in ctx.roles:
+            owned[owner][name[len(owner) + 1 if owner else 0 :]] = parameter
     contracts = {}
     for fqn, (template, declared) in found.items():
-        module = model.get_submodule(fqn)
-        prefix = f"{fqn}." if fqn else ""
-        owned = {
-            name[len(prefix) :]: parameter
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if owner_of.get(name) == fqn and name in roles
-        }
-        contract = contract_from(template, ctx, fqn, module, owned)
-        if declared:
-            contract = apply_overrides({fqn: contract}, Overrides((Override(match=fqn, **declared),)), {*sizes}, [fqn])[
-                fqn
-            ]
-        contracts[fqn] = contract
-    conditions = {*sizes, *(("sp",) if sequence_parallel else ())}
-    contracts = apply_overrides(
-        contracts, Overrides.of(overrides), conditions, (name for name, _ in model.named_modules()), trusted_modules
-    )
-    contracts = {fqn: _complete(contract, tp) for fqn, contract in contracts.items()}
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-    boundaries = finalise(contracts, owner_of, shapes, roles, tied, sizes)
-    _require_wrappers(boundaries, sizes, family)
-    loss = _choose_loss(loss_parallel, ctx, boundaries)
-    providers = _providers(boundaries, loss, family, family_provider)
-    notes = []
-    if tp > 1 and structure.embed and not ctx.vocab_embedding:
-        notes.append(
-            f"the embedding{' and the head tied to it are' if ctx.tied else ' is'} replicated: hyperpar-vocab-embedding isn't installed"
-        )
-    return ShardingPlan(
-        model=getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__,
-        family=family.name if family else None, sizes=sizes, ep_size=ep_size, sequence_parallel=sequence_parallel,
-        cp_order=cp_order, loss=loss, boundaries=boundaries, parameters=shapes, tied=tied, providers=providers, notes=tuple(notes),
-    )  # fmt: skip
+        contract = contract_from(template, ctx, fqn, modules[fqn], owned[fqn])
+        contracts[fqn] = merger.declared(contract, declared, list(owned[fqn])) if declared else contract
+    return contracts
 
 
-def _complete(contract: Contract, tp: int) -> Contract:
-    """The defaults that an entry may leave open: attributes to divide by tp, and what a registered name's descriptor states."""
-    from dataclasses import replace
-
-    divide = {name: by or tp for name, by in contract.divide.items() if (by or tp) > 1}
-    dispatch = contract.region_dispatch
-    for kind, name in (("inner_wrapper", contract.inner_wrapper), ("local_compute", contract.local_compute_fn)):
-        if isinstance(name, str):
-            stated = getattr(get_registry(), kind)(name)[0].region_dispatch
-            if dispatch is not None and dispatch != stated:
-                raise PlanError(
-                    f"{contract.fqn}: region_dispatch is {dispatch}, and {name}'s descriptor states {stated}; leave it out."
-                )
-            dispatch = stated
-        elif name is not None and dispatch is None:
-            raise PlanError(
-                f"{contract.fqn}: a callable as {kind} needs region_dispatch: false if it communicates or runs custom kernels, else true."
-            )
-    if dispatch is True and not contract.injects:
-        raise PlanError(
-            f"{contract.fqn}: region_dispatch: true without an injection is what every boundary has; leave it out."
-        )
-    if contract.inner_wrapper is not None and contract.inner_target is None:
-        raise PlanError(
-            f"{contract.fqn}: inner_wrapper without inner_target; write inner_target: self, or a child's name."
-        )
-    if contract.inner_target is not None and contract.inner_wrapper is None:
-        raise PlanError(f"{contract.fqn}: inner_target without inner_wrapper.")
-    if contract.inner_wrapper is not None and contract.local_compute_fn is not None:
-        raise PlanError(f"{contract.fqn}: inner_wrapper and local_compute_fn exclude each other.")
-    if contract.inner_target not in (None, "self") and contract.inner_out_src is None:
-        raise PlanError(
-            f"{contract.fqn}: a child as inner_target needs inner_out_src: first_input, or a layout of its output."
-        )
-    if contract.options and not contract.injects:
-        raise PlanError(
-            f"{contract.fqn}: options {sorted(contract.options)} would go to nothing: no wrapper and no local compute."
-        )
-    return replace(contract, divide=divide, region_dispatch=dispatch)
-
-
-def _require_wrappers(boundaries: Sequence[Contract], sizes: Mapping[str, int], family: ModelFamily | None) -> None:
-    missing = [c.fqn for c in boundaries if c.template == "attention" and c.inner_wrapper is None]
-    if "cp" not in sizes or not missing:
-        return
-    pattern = re.sub(r"\.\d+\.", ".*.", missing[0])
-    registry = get_registry()
-    installed = [wrapper.name for wrapper, _ in registry.offered(InnerWrapper) if wrapper.needs_axis == "cp"]
-    suggested = [
-        entry["inner_wrapper"]
-        for entry in (family.suggestions.get("cp", ()) if family else ())
-        if "inner_wrapper" in entry
-    ]
-    name = next((s for s in suggested if s in installed), installed[0] if installed else "sdpa_hf_ring")
-    hint = f"{family.name} suggests {suggested[0]}; " if family and suggested else ""
-    raise PlanError(
-        f"cp={sizes['cp']} is active, and attention boundary {pattern!r} ({len(missing)} layers) declares no inner wrapper.\n"
-        f"  {hint}installed: {', '.join(installed) or 'none (pip install hyperpar-cp-sdpa)'}\n"
-        f'  plan_overrides:\n    - match: "*.{pattern.rpartition(".")[2]}"\n      when: cp\n      inner_target: self\n'
-        f"      inner_wrapper: {name}"
-    )
+def _notes(ctx: PlanContext) -> tuple[str, ...]:
+    if ctx.tp == 1 or not ctx.structure.embed or ctx.vocab_embedding:
+        return ()
+    what = "the embedding and the head tied to it are" if ctx.tied else "the embedding is"
+    return (f"{what} replicated: hyperpar-vocab-embedding isn't installed",)
 
 
 def _choose_loss(loss_parallel: bool | Loss, ctx: PlanContext, boundaries: Sequence[Contract]) -> Loss | None:
-    if not loss_parallel:
+    if loss_parallel is False:
         return None
+    if loss_parallel is not True and not isinstance(loss_parallel, Loss):
+        raise PlanError(f"loss_parallel is {shown(loss_parallel)}; expected True, False or LossSpec(name, options).")
     loss = loss_parallel if isinstance(loss_parallel, Loss) else Loss(VOCAB_LOSS)
     head = next((c for c in boundaries if c.fqn == ctx.structure.head), None)
     if ctx.tp == 1:
@@ -240,34 +178,17 @@ def _choose_loss(loss_parallel: bool | Loss, ctx: PlanContext, boundaries: Seque
             "loss_parallel: the output head is replicated, so the logits aren't sharded."
             + (" It is tied to the embedding: pip install hyperpar-vocab-embedding." if ctx.tied else "")
         )
-    get_registry().loss(loss.name)
-    return loss
-
-
-def _providers(
-    boundaries: Sequence[Contract], loss: Loss | None, family: ModelFamily | None, family_provider: str
-) -> dict[str, str]:
-    registry = get_registry()
-    used: dict[str, str] = {}
-    if family is not None:
-        used[f"family {family.name}"] = family_provider
-    for contract in boundaries:
-        for kind, name in (
-            ("inner_wrapper", contract.inner_wrapper),
-            ("local_compute", contract.local_compute_fn),
-            ("lowerer", contract.lowerer),
-            *(("special_handler", handler) for handler in contract.special_handlers.values()),
-        ):
-            if isinstance(name, str):
-                used[f"{kind} {name}"] = str(getattr(registry, kind)(name)[1])
-    if loss is not None:
-        used[f"loss {loss.name}"] = str(registry.loss(loss.name)[1])
-    return dict(sorted(used.items()))
+    return Loss(loss.name, plain_data(loss.options, f"loss {loss.name}"))
 
 
 def suggest_overrides(model: nn.Module, mesh: DeviceMesh | Mapping[str, int], *, ep_size: int = 1) -> Overrides:
     """What the model's family suggests to declare for the active cp and ep: to read, and to pass to build_plan."""
     family, _ = find_family(model)
-    active = [*(("cp",) if "cp" in mesh_sizes(mesh) else ()), *(("ep",) if ep_size > 1 else ())]
-    entries = [entry for axis in active for entry in (family.suggestions.get(axis, ()) if family else ())]
-    return Overrides(tuple(Override.from_data(entry, "suggestion") for entry in entries))
+    entries = family.suggestions.get("cp", ()) if family and "cp" in mesh_sizes(mesh) else ()
+    suggested = tuple(Override.from_data(entry, "suggestion") for entry in entries)
+    if ep_size > 1:
+        roles = assign_roles(model, family.roles if family else {})
+        found = find_boundaries(model, roles, find_structure(model), family.boundaries if family else {})
+        blocks = [fqn for fqn, (template, _) in found.items() if template == "moe_mlp"]
+        suggested += suggested_archetypes(family, blocks, [fqn for fqn in found if fqn not in blocks])
+    return Overrides(suggested)

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..descriptors import Section
+from ..descriptors import TEMPLATES, Section
 from ..errors import OverrideError
-from ..placement import Layout, format_layout, format_placement, parse_layout, parse_placement
+from ..placement import Layout, SharedShard, format_layout, format_placement, parse_layout, parse_placement
+from .names import nearest
+from .yaml_files import plain_data, refuse_unknown_keys, shown
 
 __all__ = ["Contract"]
 
@@ -76,7 +78,8 @@ class Contract:
             elif f.name in ("inner_wrapper", "local_compute_fn") and callable(value):
                 value = f"<callable {getattr(value, '__module__', '?')}:{getattr(value, '__qualname__', value)}>"
             elif f.name == "inner_out_src" and isinstance(value, Mapping):
-                value = {n: format_layout(v) for n, v in value.items()}
+                nested = any(isinstance(v, Mapping) for v in value.values())
+                value = {n: format_layout(v) for n, v in value.items()} if nested else format_layout(value)
             elif f.name == "sections":
                 value = {name: [_section_data(s) for s in sections] for name, sections in value.items()}
             elif f.name == "out_names":
@@ -91,38 +94,75 @@ class Contract:
     def from_data(cls, data: Any, where: str) -> Contract:
         """The inverse of `to_data`; OverrideError on an unknown key or a value of the wrong type."""
         if not isinstance(data, Mapping) or not isinstance(data.get("fqn"), str):
-            raise OverrideError(f"{where}: a boundary is a mapping with an fqn, got {data!r}.")
-        known = {f.name for f in fields(cls)}
+            raise OverrideError(f"{where}: a boundary is a mapping with an fqn, got {shown(data)}.")
         where = f"{where} ({data['fqn']})"
-        unknown = [k for k in data if k not in known]
-        if unknown:
-            raise OverrideError(f"{where}: unknown key {unknown[0]!r} (keys: {', '.join(sorted(known))}).")
-        values = dict(data)
-        for name in _LAYOUTS:
-            if name in values:
-                values[name] = parse_layouts(values[name], f"{where}.{name}")
-        for name in ("options", "special_handlers", "divide", "features"):
-            if not isinstance(values.get(name, {}), Mapping):
-                raise OverrideError(f"{where}.{name}: expected a mapping, got {values[name]!r}.")
-        if "sections" in values:
-            values["sections"] = _read_sections(values["sections"], f"{where}.sections")
-        if "out_names" in values:
-            values["out_names"] = tuple(values["out_names"])
-        for name in ("inner_wrapper", "local_compute_fn"):
-            if str(values.get(name, "")).startswith("<callable"):
-                raise OverrideError(
-                    f"{where}.{name}: the plan was made with a Python callable, which a file can't carry."
-                )
-        return cls(**values)
+        refuse_unknown_keys(data, {f.name for f in fields(cls)}, where)
+        return cls(**{name: _read(name, value, f"{where}.{name}") for name, value in data.items()})
 
 
-def parse_layouts(value: object, where: str) -> dict[str, dict[str, Any]]:
-    """Reads `{name: {axis: placement}}`."""
+def _read(name: str, value: Any, where: str) -> Any:
+    """One field of a plan file."""
+    if name in _LAYOUTS:
+        return parse_layouts(value, where, shared=name == "param_use")
+    if name == "sections":
+        return _read_sections(value, where)
+    if name == "options":
+        return plain_data(_mapping(value, where), where)
+    if name == "special_handlers":
+        return _mapping(value, where, str, "a name")
+    if name in ("divide", "features"):
+        least = 2 if name == "divide" else 0
+        made = _mapping(value, where, int, "a whole number")
+        odd = next((v for v in made.values() if isinstance(v, bool) or v < least), None)
+        if odd is not None:
+            raise OverrideError(f"{where}: expected whole numbers of at least {least}, got {odd!r}.")
+        return made
+    if name == "out_names":
+        if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
+            raise OverrideError(f"{where}: expected a list of names, got {shown(value)}.")
+        return tuple(value)
+    if name == "region_dispatch":
+        if not isinstance(value, bool):
+            raise OverrideError(f"{where}: expected true or false, got {shown(value)}.")
+        return value
+    if name == "inner_out_src" and isinstance(value, Mapping):
+        nested = value and all(isinstance(v, Mapping) for v in value.values())
+        return parse_layouts(value, where) if nested else parse_layout(value, where)
+    if not isinstance(value, str):
+        raise OverrideError(f"{where}: expected a name, got {shown(value)}.")
+    if value.startswith("<callable"):
+        raise OverrideError(f"{where}: the plan was made with a Python callable, which a file can't carry.")
+    if name == "inner_out_src" and value != "first_input":
+        raise OverrideError(f"{where}: expected first_input, a layout, or {{output: layout}}, got {shown(value)}.")
+    if name == "template" and value not in (*TEMPLATES, "custom"):
+        raise OverrideError(f"{where}: no template {value!r}.{nearest(value, TEMPLATES)}")
+    return value
+
+
+def _mapping(value: Any, where: str, kind: type = object, what: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(k, str) and isinstance(v, kind) for k, v in value.items()):
+        raise OverrideError(
+            f"{where}: expected a mapping{f' of a name to {what}' if what else ''}, got {shown(value)}."
+        )
+    return dict(value)
+
+
+def parse_layouts(value: object, where: str, shared: bool = False) -> dict[str, dict[str, Any]]:
+    """Reads `{name: {axis: placement}}`. `shared`: whether shard(dim, copies) may stand there."""
     if not isinstance(value, Mapping):
         raise OverrideError(
-            f"{where}: expected a mapping of name to layout, such as {{weight: {{tp: shard(0)}}}}, got {value!r}."
+            f"{where}: expected a mapping of name to layout, such as {{weight: {{tp: shard(0)}}}}, got {shown(value)}."
         )
-    return {str(name): parse_layout(layout, f"{where}.{name}") for name, layout in value.items()}
+    odd = next((name for name in value if not isinstance(name, str)), None)
+    if odd is not None:
+        raise OverrideError(f"{where}: {odd!r} is no name; quote it if it is one.")
+    made = {name: parse_layout(layout, f"{where}.{name}") for name, layout in value.items()}
+    if not shared:
+        for name, layout in made.items():
+            for axis, placement in layout.items():
+                if isinstance(placement, SharedShard):
+                    raise OverrideError(f"{where}.{name}: {axis}: {format_placement(placement)}: write shard(N).")
+    return made
 
 
 def _section_data(section: Section) -> dict[str, Any]:
@@ -135,16 +175,12 @@ def _section_data(section: Section) -> dict[str, Any]:
 
 
 def _read_sections(value: object, where: str) -> dict[str, tuple[Section, ...]]:
-    try:
-        assert isinstance(value, Mapping)
-        return {
-            str(name): tuple(
-                Section(str(s["name"]), int(s["dim"]), int(s["size"]), parse_placement(s["placement"]))
-                for s in sections
-            )
-            for name, sections in value.items()
-        }
-    except (AssertionError, KeyError, TypeError, ValueError):
-        raise OverrideError(
-            f"{where}: expected {{parameter: [{{name, dim, size, placement}}]}}, got {value!r}."
-        ) from None
+    made = {}
+    for name, sections in _mapping(value, where, list, "a list of sections").items():
+        for section in sections:
+            kinds = {"name": str, "dim": int, "size": int, "placement": str}
+            right = isinstance(section, Mapping) and section.keys() == kinds.keys()
+            if not right or not all(type(section[key]) is kind for key, kind in kinds.items()):
+                raise OverrideError(f"{where}.{name}: expected {{name, dim, size, placement}}, got {shown(section)}.")
+        made[name] = tuple(Section(s["name"], s["dim"], s["size"], parse_placement(s["placement"])) for s in sections)
+    return made

@@ -27,6 +27,8 @@ def computes_on_parts(contract: Contract, axis: str) -> bool:
 
 
 def _derive(layout: Layout, use: Layout, parts: Mapping[str, bool]) -> dict[str, Placement]:
+    if "ep" in layout:  # on the expert mesh: every token that these experts computed counts, whichever rank it came from
+        return {"ep": layout["ep"]}
     grad: dict[str, Placement] = {}
     for axis, on_parts in parts.items():
         held, seen = layout.get(axis, Replicate()), use.get(axis)
@@ -41,7 +43,7 @@ def _derive(layout: Layout, use: Layout, parts: Mapping[str, bool]) -> dict[str,
 
 def section_contract(contract: Contract, parameter: str, section: Section) -> tuple[Layout, Layout]:
     """(how a section of a packed parameter is held, placement of its gradient), on every axis of the parameter's own gradient."""
-    held: Layout = {} if isinstance(section.placement, Replicate) else {"tp": section.placement}
+    held: Layout = {"tp": section.placement} if isinstance(section.placement, Shard) else {}
     axes = contract.param_grad[parameter]
     return held, _derive(held, {}, {axis: computes_on_parts(contract, axis) for axis in axes})
 

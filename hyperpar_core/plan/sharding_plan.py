@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..errors import OverrideError
+from .consistency import check_layouts, check_ownership
 from .contract import Contract
-from .yaml_files import VERSION, dump, load_mapping, refuse_unknown_keys
+from .yaml_files import VERSION, dump, load_mapping, plain_data, refuse_unknown_keys, shown
 
-__all__ = ["Loss", "ShardingPlan"]
+__all__ = ["CP_ORDERS", "Loss", "ShardingPlan"]
+
+CP_ORDERS = ("head_tail", "contiguous")
 
 
 @dataclass(frozen=True)
@@ -57,15 +61,13 @@ class ShardingPlan:
 
     def owner(self, parameter: str) -> tuple[Contract, str]:
         """(the boundary that owns a parameter, the parameter's name in it)."""
-        best: tuple[Contract, str] | None = None
-        for contract in self.boundaries:
-            prefix = f"{contract.fqn}." if contract.fqn else ""
-            name = parameter[len(prefix) :]
-            if parameter.startswith(prefix) and name in contract.params:
-                best = (contract, name)
-        if best is None:
+        if parameter not in self._owners:
             raise KeyError(f"no boundary owns {parameter!r}")
-        return best
+        return self._owners[parameter]
+
+    @cached_property
+    def _owners(self) -> dict[str, tuple[Contract, str]]:
+        return {f"{c.fqn}.{name}" if c.fqn else name: (c, name) for c in self.boundaries for name in c.params}
 
     def to_data(self) -> dict[str, Any]:
         data: dict[str, Any] = {"version": VERSION, "kind": "plan"}
@@ -88,40 +90,17 @@ class ShardingPlan:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> ShardingPlan:
+        """The inverse of `to_data`; OverrideError for anything that build_plan can't have made."""
         refuse_unknown_keys(data, {f.name for f in fields(cls)} | {"version", "kind"}, "plan")
         missing = [f.name for f in fields(cls) if f.name not in data and f.name not in ("tied", "providers", "notes")]
         if missing:
             raise OverrideError(f"plan: no {missing[0]!r}.")
-        values = {k: v for k, v in data.items() if k not in ("version", "kind")}
-        for name, kind in (
-            ("boundaries", list),
-            ("parameters", dict),
-            ("sizes", dict),
-            ("tied", list),
-            ("notes", list),
-        ):
-            if not isinstance(values.get(name, kind()), kind):
-                raise OverrideError(f"plan.{name}: expected a {kind.__name__}, got {values[name]!r}.")
-        for axis, size in values["sizes"].items():
-            if axis not in ("cp", "tp") or not isinstance(size, int) or isinstance(size, bool) or size < 2:
-                raise OverrideError(
-                    f"plan.sizes: {axis!r}: {size!r} is no active plan axis (cp, tp) with a size of at least 2."
-                )
-        values["boundaries"] = tuple(
-            Contract.from_data(c, f"plan.boundaries[{i}]") for i, c in enumerate(values["boundaries"])
-        )
-        loss = values["loss"]
-        if loss is not None:
-            if not isinstance(loss, Mapping) or not isinstance(loss.get("name"), str):
-                raise OverrideError(f"plan.loss: expected a name and options, got {loss!r}.")
-            values["loss"] = Loss(loss["name"], dict(loss.get("options") or {}))
-        try:
-            values["parameters"] = {n: tuple(int(s) for s in shape) for n, shape in values["parameters"].items()}
-        except (TypeError, ValueError):
-            raise OverrideError("plan.parameters: expected {name: [sizes]}.") from None
-        values["tied"] = tuple(tuple(group) for group in values.get("tied", ()))
-        values["notes"] = tuple(values.get("notes", ()))
-        return cls(**values)
+        values = {k: _read(k, v, f"plan.{k}") for k, v in data.items() if k not in ("version", "kind")}
+        plan = cls(**values)
+        check_ownership(plan.boundaries, plan.parameters, plan.tied)
+        for contract in plan.boundaries:
+            check_layouts(contract, plan.parameters, plan.sizes, plan.ep_size)
+        return plan
 
     def to_yaml(self, path: str | Path | None = None) -> str:
         """The plan as YAML text; written to `path` too where given."""
@@ -140,3 +119,60 @@ class ShardingPlan:
     def digest(self) -> str:
         """A hash of everything in the plan: equal for equal plans, on every rank."""
         return hashlib.sha256(json.dumps(self.to_data(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _read(name: str, value: Any, where: str) -> Any:
+    """One field of a plan file."""
+    if name == "boundaries":
+        _expect(isinstance(value, list), where, "a list", value)
+        return tuple(Contract.from_data(one, f"{where}[{i}]") for i, one in enumerate(value))
+    if name == "sizes":
+        _expect(isinstance(value, Mapping), where, "a mapping", value)
+        for axis, size in value.items():
+            if axis not in ("cp", "tp") or type(size) is not int or size < 2:
+                raise OverrideError(
+                    f"{where}: {axis!r}: {size!r} is no active plan axis (cp, tp) with a size of at least 2."
+                )
+        _expect(list(value) == [axis for axis in ("cp", "tp") if axis in value], where, "the order cp, tp", value)
+        return dict(value)
+    if name == "parameters":
+        right = isinstance(value, Mapping) and all(
+            isinstance(n, str) and isinstance(shape, list) and all(type(s) is int and s >= 0 for s in shape)
+            for n, shape in value.items()
+        )
+        _expect(right, where, "{name: [sizes]}", value)
+        return {n: tuple(shape) for n, shape in value.items()}
+    if name == "tied":
+        right = isinstance(value, list) and all(isinstance(g, list) and len(g) > 1 and _texts(g) for g in value)
+        _expect(right, where, "a list of lists of names", value)
+        return tuple(tuple(group) for group in value)
+    if name == "notes":
+        _expect(isinstance(value, list) and _texts(value), where, "a list of texts", value)
+        return tuple(value)
+    if name == "providers":
+        _expect(isinstance(value, Mapping) and _texts([*value, *value.values()]), where, "a mapping of texts", value)
+        return dict(value)
+    if name == "loss":
+        right = isinstance(value, Mapping) and isinstance(value.get("name"), str) and set(value) <= {"name", "options"}
+        _expect(value is None or right, where, "a name and options", value)
+        options = {} if value is None else value.get("options", {})
+        _expect(isinstance(options, Mapping), f"{where}.options", "a mapping", options)
+        return None if value is None else Loss(value["name"], plain_data(options, f"{where}.options"))
+    if name == "ep_size":
+        _expect(type(value) is int and value >= 1, where, "a whole number of at least 1", value)
+    elif name == "sequence_parallel":
+        _expect(isinstance(value, bool), where, "true or false", value)
+    elif name == "cp_order":
+        _expect(value in CP_ORDERS, where, " or ".join(CP_ORDERS), value)
+    else:
+        _expect(isinstance(value, str) or (name == "family" and value is None), where, "a name", value)
+    return value
+
+
+def _texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _expect(right: bool, where: str, expected: str, value: Any) -> None:
+    if not right:
+        raise OverrideError(f"{where}: expected {expected}, got {shown(value)}.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -20,15 +20,13 @@ from ..placement import Layout, Placement, SharedShard
 from ..plugins import get_registry
 from .boundaries import Structure
 from .contract import Contract
+from .heads import HEAD_COUNTS, KV_GROUPS, KV_HEAD_COUNTS, Heads, count_heads, require_split
 
-__all__ = ["PlanContext", "contract_from", "first_argument"]
+__all__ = ["PlanContext", "contract_from", "cut_sections", "first_argument"]
 
 VOCAB_EMBEDDING = "vocab_parallel_embedding"
 
-# Integer attributes that count heads, as models use them for reshapes; a region that sees local heads needs them divided.
-KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads")
-KV_GROUPS = ("num_key_value_groups", "n_rep")
-HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_heads", "n_head")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the same, of a module that holds local experts
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,7 @@ class PlanContext:
     handlers: Mapping[str, str]  # {parameter pattern: special handler}
     structure: Structure
     tied: bool  # input embedding and output head share their weight
+    ep: int = 1
 
     @property
     def tp(self) -> int:
@@ -82,23 +81,23 @@ class _Held:
     param_use: dict[str, Layout]
     special_handlers: dict[str, str]
     sections: dict[str, tuple[Section, ...]]
+    divide: dict[str, int]
 
 
 def _parameters(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> _Held:
     """Placements from roles."""
-    held = _Held({}, {}, {}, {})
+    held = _Held({}, {}, {}, {}, {})
     for name, value in owned.items():
         full = f"{fqn}.{name}" if fqn else name
         role = ctx.roles.get(full)
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
-        # Conv1D keeps its weight as [in, out]; it says so by counting its outputs in nf.
-        transposed = (
-            value.ndim == 2 and getattr(owner, "nf", None) == value.shape[1] and not isinstance(owner, nn.Linear)
-        )
+        transposed = _is_transposed(owner, value)
+        if transposed and ctx.tp > 1 and role in ("colwise", "packed"):
+            held.divide[f"{path}.nf" if path else "nf"] = ctx.tp
         if ctx.tp == 1 or role in ("norm", "replicated", "moe_gate"):
             held.params[name] = {}
-        elif role == "colwise":
+        elif role in ("colwise", "per_head"):
             held.params[name] = {"tp": Shard(1 if transposed else 0)}
         elif role == "rowwise" and value.ndim > 1:
             held.params[name] = {"tp": Shard(0 if transposed else 1)}
@@ -121,6 +120,18 @@ def _parameters(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[st
     return held
 
 
+def _is_transposed(owner: nn.Module, value: nn.Parameter) -> bool:
+    """Whether a weight is kept as [in, out], as Conv1D does; it says so by counting its outputs in nf."""
+    return value.ndim == 2 and getattr(owner, "nf", None) == value.shape[1] and not isinstance(owner, nn.Linear)
+
+
+def cut_sections(ctx: PlanContext, full: str, handler: str) -> tuple[Section, ...]:
+    """The sections that a special handler cuts the parameter `full` into."""
+    path, _, leaf = full.rpartition(".")
+    owner = ctx.model.get_submodule(path)
+    return _sections(ctx, full, handler, owner, leaf, owner.get_parameter(leaf))
+
+
 def _sections(
     ctx: PlanContext, full: str, handler: str, owner: nn.Module, leaf: str, value: nn.Parameter
 ) -> tuple[Section, ...]:
@@ -132,38 +143,32 @@ def _sections(
         raise PlanError(
             f"{full}: handler {handler!r} cuts {tuple(value.shape)} into {[(s.dim, s.size) for s in sections]}, which don't add up."
         )
-    for section in sections:
-        if isinstance(section.placement, Shard) and section.size % ctx.tp:
-            raise Refused(f"{full}: section {section.name!r} of {section.size} can't be split over tp={ctx.tp}.")
     return sections
-
-
-def _require(ctx: PlanContext, fqn: str, count: int, what: str) -> None:
-    if count % ctx.tp:
-        degrees = [d for d in range(2, min(count, 64) + 1) if count % d == 0]
-        raise Refused(
-            f"{fqn}: {count} {what} can't be split over tp={ctx.tp}.\n"
-            f"  Degrees of tp that work here: {', '.join(map(str, degrees)) or 'none'}; the other ranks can go to dp or cp."
-        )
 
 
 def _attention(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
     held = _parameters(ctx, fqn, module, owned)
-    divide: dict[str, int] = {}
     if ctx.tp > 1:
         shared = _split_heads(ctx, fqn, module, owned, held)
-        divide = {a: ctx.tp for a in HEAD_COUNTS if isinstance(getattr(module, a, None), int)}
+        counts = {a: ctx.tp for a in HEAD_COUNTS if isinstance(getattr(module, a, None), int)}
         if shared:
-            divide.update({a: ctx.tp // shared for a in KV_HEAD_COUNTS if a in divide})
-            divide.update({a: shared for a in KV_GROUPS if isinstance(getattr(module, a, None), int)})
+            counts.update({a: ctx.tp // shared for a in KV_HEAD_COUNTS if a in counts})
+            counts.update({a: shared for a in KV_GROUPS if isinstance(getattr(module, a, None), int)})
+        held.divide.update(counts)
     x = first_argument(module)
     return Contract(
         fqn, "attention", **vars(held),
         in_src={x: ctx.hidden()}, in_dst={x: ctx.layout()},
-        out_src={"output": ctx.layout(Partial()), "attn_weights": {"tp": Shard(1)} if ctx.tp > 1 else {}},
+        out_src={"output": _sums(ctx, fqn, owned), "attn_weights": {"tp": Shard(1)} if ctx.tp > 1 else {}},
         out_dst={"output": ctx.hidden(), "attn_weights": {}},
-        out_names=("output", "attn_weights"), divide=divide, features=_features(owned, x),
+        out_names=("output", "attn_weights"), features=_features(owned, x, module),
     )  # fmt: skip
+
+
+def _sums(ctx: PlanContext, fqn: str, owned: Mapping[str, nn.Parameter]) -> dict[str, Placement]:
+    """What a block yields: summands where it owns its row-wise projection, else what that projection's own boundary made of them."""
+    rowwise = any(ctx.roles.get(f"{fqn}.{name}") == "rowwise" for name in owned)
+    return ctx.layout(Partial()) if rowwise else ctx.hidden()
 
 
 def _split_heads(
@@ -171,76 +176,112 @@ def _split_heads(
 ) -> int | None:
     """Checks that heads can be split over tp. Key/value heads that are fewer than the ranks are held whole and shared: the number of
     ranks that share one is returned."""
-    head_dim = _head_dim(module)
-    shared: int | None = None
+    heads = count_heads(module)
+    shared: set[int] = set()
+    rows: set[int] = set()
     for name, value in owned.items():
         role = ctx.roles.get(f"{fqn}.{name}")
-        if role == "colwise":
+        if role in ("colwise", "per_head"):
             layout = held.params[name]["tp"]
             assert isinstance(layout, Shard)
-            rows = value.shape[layout.dim]
-            if head_dim is None or rows % head_dim:
-                raise Refused(
-                    f"{fqn}.{name}: {rows} rows aren't whole heads of {head_dim}; a family adapter has to declare how they split."
-                )
-            heads = rows // head_dim
-            if heads < ctx.tp and ctx.tp % heads == 0 and heads != _query_heads(module, heads):
-                shared = ctx.tp // heads
-                held.params[name] = {}
-                held.param_use[name] = {"tp": SharedShard(layout.dim, shared)}
-                continue
-            _require(ctx, fqn, heads, "attention heads" if heads == _query_heads(module, heads) else "key/value heads")
-        if role == "packed" and head_dim is not None:
-            for section in held.sections[name]:
-                if isinstance(section.placement, Shard):
-                    _require(ctx, fqn, section.size // head_dim, f"heads in section {section.name} of {name}")
-        if role == "norm" and head_dim is not None and value.shape[-1] != head_dim:
+            unit = replace(heads, dim=1) if role == "per_head" else heads
+            rows |= {value.shape[layout.dim]} if role == "colwise" else set()
+            cut = _cut(ctx, f"{fqn}.{name}", value.shape[layout.dim], layout.dim, unit)
+            if isinstance(cut, SharedShard):
+                held.params[name], held.param_use[name] = {}, {"tp": cut}
+                shared.add(cut.copies)
+        if role == "packed":
+            rows |= {section.size for section in held.sections[name]}
+            held.sections[name] = tuple(
+                replace(s, placement=_cut(ctx, f"{fqn}.{name} ({s.name})", s.size, s.dim, heads))
+                if isinstance(s.placement, Shard)
+                else s
+                for s in held.sections[name]
+            )
+            shared |= {s.placement.copies for s in held.sections[name] if isinstance(s.placement, SharedShard)}
+        if role == "norm" and heads.dim is not None and value.shape[-1] != heads.dim:
             raise Refused(
-                f"{fqn}.{name}: a norm of width {value.shape[-1]} inside attention with heads of {head_dim}: its statistic spans"
+                f"{fqn}.{name}: a norm of width {value.shape[-1]} inside attention with heads of {heads.dim}: its statistic spans"
                 f" heads that tp={ctx.tp} splits.\n  Declare its module a boundary with template 'sharded_norm' if its input is"
                 " sharded on the last dim, or its role 'replicated' if every rank computes it whole."
             )
-    return shared
+    if not shared and heads.query and heads.key_value and rows == {heads.query * (heads.dim or 0)}:
+        # Only queries: the keys and values are another layer's, which may share them.
+        return ctx.tp // heads.key_value if heads.key_value < min(ctx.tp, heads.query) else None
+    return max(shared, default=None)
 
 
-def _head_dim(module: nn.Module) -> int | None:
-    """The width of a head: the module's own number, else the config's."""
-    config = getattr(module, "config", None)
-    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    derived = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else None
-    for value in (
-        getattr(module, "head_dim", None),
-        getattr(module, "head_size", None),
-        getattr(config, "head_dim", None),
-        derived,
-    ):
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
+def _cut(ctx: PlanContext, name: str, rows: int, dim: int, heads: Heads) -> Placement:
+    """How the rows of a projection are cut: at heads, or shared where there are fewer key/value heads than ranks."""
+    count = heads.of(rows)
+    if count is None:
+        raise Refused(
+            f"{name}: {rows} rows aren't whole heads of {heads.dim}; a family adapter has to declare how they split."
+        )
+    if count < ctx.tp and ctx.tp % count == 0 and count != heads.query:
+        return SharedShard(dim, ctx.tp // count)
+    require_split(name, count, "attention heads" if count == heads.query else "key/value heads", ctx.tp)
+    return Shard(dim)
 
 
-def _query_heads(module: nn.Module, default: int) -> int:
-    config = getattr(module, "config", None)
-    count = getattr(config, "num_attention_heads", default)
-    return count if isinstance(count, int) else default
-
-
-def _features(owned: Mapping[str, nn.Parameter], x: str) -> dict[str, int]:
+def _features(owned: Mapping[str, nn.Parameter], x: str, module: nn.Module | None = None) -> dict[str, int]:
     """The width of what enters and leaves: the columns of the first matrix, which is also what a block adds to the residual."""
-    widths = [p.shape[-1] for p in owned.values() if p.ndim == 2] or [p.shape[-1] for p in owned.values() if p.ndim]
+    for name, value in owned.items():
+        if value.ndim == 2:
+            owner = module.get_submodule(name.rpartition(".")[0]) if module is not None else None
+            width = value.shape[0 if owner is not None and _is_transposed(owner, value) else 1]
+            return {x: width, "output": width}
+    widths = [p.shape[-1] for p in owned.values() if p.ndim]
     return {x: widths[0], "output": widths[0]} if widths else {}
+
+
+def _split_features(ctx: PlanContext, fqn: str, held: _Held, owned: Mapping[str, nn.Parameter]) -> None:
+    """Refused unless tp divides what column-wise projections yield, each section of a packed one."""
+    for name, value in owned.items():
+        layout = held.params[name].get("tp")
+        if name in held.sections:
+            for section in held.sections[name]:
+                require_split(fqn, section.size, f"intermediate features ({name}, {section.name})", ctx.tp)
+        elif ctx.roles.get(f"{fqn}.{name}") == "colwise" and isinstance(layout, Shard):
+            require_split(fqn, value.shape[layout.dim], f"intermediate features ({name})", ctx.tp)
 
 
 def _mlp(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
     held = _parameters(ctx, fqn, module, owned)
-    for name, value in owned.items():
-        if ctx.roles.get(f"{fqn}.{name}") == "colwise" and value.ndim == 2:
-            _require(ctx, fqn, value.shape[0], f"intermediate features ({name})")
+    _split_features(ctx, fqn, held, owned)
     x = first_argument(module)
     return Contract(
         fqn, "mlp", **vars(held),
         in_src={x: ctx.hidden()}, in_dst={x: ctx.layout()},
-        out_src={"output": ctx.layout(Partial())}, out_dst={"output": ctx.hidden()}, features=_features(owned, x),
+        out_src={"output": _sums(ctx, fqn, owned)}, out_dst={"output": ctx.hidden()},
+        features=_features(owned, x, module),
+    )  # fmt: skip
+
+
+def _colwise(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
+    """A column-wise projection that is a boundary of its own: what follows it works on a part of the features."""
+    held = _parameters(ctx, fqn, module, owned)
+    _split_features(ctx, fqn, held, owned)
+    x = first_argument(module)
+    cut = ctx.layout(Shard(-1))
+    return Contract(
+        fqn, "colwise", **vars(held), in_src={x: ctx.hidden()}, in_dst={x: ctx.layout()},
+        out_src={"output": cut}, out_dst={"output": cut}, features=_features(owned, x, module),
+    )  # fmt: skip
+
+
+def _rowwise(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
+    """A row-wise projection that is a boundary of its own: what its block does after it (dropout, a residual) sees whole sums."""
+    held = _parameters(ctx, fqn, module, owned)
+    for name, value in owned.items():
+        layout = held.params[name].get("tp")
+        if isinstance(layout, Shard):
+            require_split(fqn, value.shape[layout.dim], f"input features ({name})", ctx.tp)
+    x = first_argument(module)
+    cut = ctx.layout(Shard(-1))
+    return Contract(
+        fqn, "rowwise", **vars(held), in_src={x: cut}, in_dst={x: cut},
+        out_src={"output": ctx.layout(Partial())}, out_dst={"output": ctx.hidden()}, features=_features(owned, x, module),
     )  # fmt: skip
 
 
@@ -259,7 +300,7 @@ def _norm(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.
 def _sharded_norm(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
     """A norm whose input is cut along its normalised dim: gathered, normalised whole, cut again."""
     held = _parameters(ctx, fqn, module, owned)
-    head_dim = _head_dim(ctx.model.get_submodule(fqn.rpartition(".")[0]))
+    head_dim = count_heads(ctx.model.get_submodule(fqn.rpartition(".")[0])).dim
     for value in owned.values():
         if head_dim is not None and value.shape[-1] % head_dim == 0 and (value.shape[-1] // head_dim) % ctx.tp:
             raise Refused(
@@ -281,6 +322,34 @@ def _replicated(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[st
     return Contract(
         fqn, "replicated", **vars(held), in_src={x: whole}, in_dst={x: whole},
         out_src={"output": whole}, out_dst={"output": whole}, features=_features(owned, x),
+    )  # fmt: skip
+
+
+def _moe_mlp(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
+    """A router and its experts. Each rank routes its own tokens, tp ranks too: no token is computed twice. Over ep, experts are cut
+    and the local compute lets tokens travel; without it every rank holds them all. What else the block owns is whole."""
+    params: dict[str, Layout] = {name: {} for name in owned}
+    divide: dict[str, int] = {}
+    for name, value in owned.items():
+        if ctx.ep == 1 or ctx.roles.get(f"{fqn}.{name}") != "moe_expert":
+            continue
+        count = value.shape[0]
+        if count % ctx.ep:
+            degrees = [d for d in range(2, count + 1) if count % d == 0]
+            raise Refused(
+                f"{fqn}.{name}: {count} experts can't be split over ep={ctx.ep}.\n"
+                f"  Degrees of ep that divide them: {', '.join(map(str, degrees))}; ep must also divide dp x cp x tp."
+            )
+        params[name] = {"ep": Shard(0)}
+        path = name.rpartition(".")[0]
+        counts = [a for a in EXPERT_COUNTS if getattr(module.get_submodule(path), a, None) == count]
+        divide.update({f"{path}.{attribute}" if path else attribute: ctx.ep for attribute in counts})
+    x = first_argument(module)
+    cut = ctx.layout(Shard(1))
+    return Contract(
+        fqn, "moe_mlp", params, in_src={x: ctx.hidden()}, in_dst={x: cut},
+        out_src={"output": cut, "router_scores": {}}, out_dst={"output": ctx.hidden(), "router_scores": {}},
+        out_names=("output", "router_scores"), divide=divide, features=_features(owned, x),
     )  # fmt: skip
 
 
@@ -324,8 +393,8 @@ def _stack(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn
 
 
 _TEMPLATES = {
-    "attention": _attention, "mlp": _mlp, "norm": _norm, "sharded_norm": _sharded_norm, "replicated": _replicated,
-    "embed": _embed, "lm_head": _lm_head, "stack": _stack,
+    "attention": _attention, "mlp": _mlp, "colwise": _colwise, "rowwise": _rowwise,
+    "norm": _norm, "sharded_norm": _sharded_norm, "replicated": _replicated, "embed": _embed, "lm_head": _lm_head, "stack": _stack, "moe_mlp": _moe_mlp,
 }  # fmt: skip
 
 

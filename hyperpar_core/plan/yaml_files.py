@@ -9,28 +9,38 @@ from typing import Any
 import yaml
 
 from ..errors import OverrideError
+from .names import nearest
 
-__all__ = ["dump", "load_mapping", "refuse_unknown_keys"]
+__all__ = ["dump", "load_mapping", "plain_data", "refuse_unknown_keys", "shown"]
 
 VERSION = 1
 _MAX_BYTES = 16 * 2**20
+_MAX_DEPTH = 32
 
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader without aliases (a small file could expand without end) and without repeated keys."""
 
+    depth = 0
+
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
             event: Any = self.peek_event()  # type: ignore[no-untyped-call]
             raise OverrideError(f"line {event.start_mark.line + 1}: YAML aliases aren't read; write the value out.")
-        return super().compose_node(parent, index)
+        if self.depth > _MAX_DEPTH:
+            raise OverrideError(f"nested more than {_MAX_DEPTH} levels deep.")
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                raise OverrideError(f"line {key_node.start_mark.line + 1}: a key must be plain text, got {key!r}.")
+                raise OverrideError(f"line {key_node.start_mark.line + 1}: a key must be plain text, got {shown(key)}.")
             if key in seen:
                 raise OverrideError(f"line {key_node.start_mark.line + 1}: key {key!r} stands twice.")
             seen.add(key)
@@ -39,9 +49,10 @@ class _Loader(yaml.SafeLoader):
 
 def load_mapping(source: str | Path, what: str) -> dict[str, Any]:
     """The mapping at the top of a YAML file, or of YAML text; OverrideError on anything else. `what` names it in errors."""
-    text = str(source)
-    where = what
-    if isinstance(source, Path) or ("\n" not in text and (text.endswith((".yaml", ".yml")) or Path(text).is_file())):
+    if not isinstance(source, (str, Path)):
+        raise OverrideError(f"{what}: expected a path or YAML text, got {shown(source)}.")
+    text, where = str(source), what
+    if isinstance(source, Path) or _is_path(text):
         path = Path(source)
         where = f"{what} {path}"
         try:
@@ -52,31 +63,65 @@ def load_mapping(source: str | Path, what: str) -> dict[str, Any]:
             raise OverrideError(f"{where}: {error.strerror or error}.") from None
         except UnicodeDecodeError:
             raise OverrideError(f"{where}: not UTF-8 text.") from None
+    elif len(text) > _MAX_BYTES:
+        raise OverrideError(f"{where}: larger than {_MAX_BYTES >> 20} MiB.")
     try:
         data = yaml.load(text, Loader=_Loader)
     except OverrideError as error:
         raise OverrideError(f"{where}: {error}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise OverrideError(f"{where}: not readable as YAML: {' '.join(str(error).split())[:300]}") from None
+    except (
+        Exception
+    ) as error:  # PyYAML's constructors raise KeyError, AttributeError and more for a wrong value under a tag
+        said = " ".join(str(error).split())[:300] or type(error).__name__
+        raise OverrideError(f"{where}: not readable as YAML: {said}") from None
     if data is None:
         raise OverrideError(f"{where}: empty.")
     if not isinstance(data, dict):
         raise OverrideError(f"{where}: expected a mapping at the top, got a {type(data).__name__}.")
     version = data.get("version")
-    if version != VERSION or isinstance(version, bool):
-        raise OverrideError(f"{where}: version {version!r}; this hyperpar reads version {VERSION}.")
+    if type(version) is not int or version != VERSION:
+        raise OverrideError(f"{where}: version {shown(version)}; this hyperpar reads version {VERSION}.")
     return data
+
+
+def _is_path(text: str) -> bool:
+    if "\n" in text or "\0" in text or len(text) > 4096:
+        return False
+    try:
+        return text.endswith((".yaml", ".yml", ".json")) or Path(text).is_file()
+    except OSError:  # too long for a file's name
+        return False
 
 
 def refuse_unknown_keys(data: Mapping[str, Any], known: set[str], where: str) -> None:
     """OverrideError for the first key of `data` that isn't known, with the nearest known one."""
-    import difflib
-
     for key in data:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise OverrideError(f"{where}: unknown key {key!r}.{hint} Known: {', '.join(sorted(known))}.")
+            raise OverrideError(
+                f"{where}: unknown key {shown(key)}.{nearest(str(key), known)} Known: {', '.join(sorted(known))}."
+            )
+
+
+def plain_data(value: Any, where: str, depth: int = 0) -> Any:
+    """`value` with lists for tuples; OverrideError unless it is text, numbers, booleans, none, and lists and mappings of them."""
+    if depth > _MAX_DEPTH:
+        raise OverrideError(f"{where}: nested more than {_MAX_DEPTH} levels deep.")
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain_data(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    if isinstance(value, Mapping) and all(type(key) is str for key in value):
+        return {key: plain_data(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+    raise OverrideError(f"{where}: expected plain data (text, numbers, lists, mappings by name), got {shown(value)}.")
+
+
+def shown(value: Any) -> str:
+    """A value in an error, cut to a line's length."""
+    try:
+        text = repr(value)
+    except Exception:  # an object that can't even be printed
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def dump(data: Mapping[str, Any]) -> str:

@@ -41,22 +41,25 @@ def _kept(parameter: DTensor, axes: tuple[str, ...]) -> list[int]:
     return [i for i, name in enumerate(names) if name in axes]
 
 
-def relabel(model: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
-    """Every dense parameter as a DTensor on `axes` of `mesh` alone, or as a plain one when there are none. The data stays in place."""
+def relabel(model: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...], expert_mesh: DeviceMesh | None = None) -> None:
+    """Every dense parameter as a DTensor on `axes` of `mesh` alone, or as a plain one when there are none; experts on ep alone. The data
+    stays in place."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         state = state_of(module)
         for name, parameter in list(module._parameters.items()):
             if parameter is None or not isinstance(parameter, DTensor):
                 continue
-            kept = _kept(parameter, axes)
+            expert = expert_mesh is not None and "ep" in (parameter.device_mesh.mesh_dim_names or ())
+            kept = _kept(parameter, ("ep",) if expert else axes)
             if id(parameter) not in made:
                 local = parameter._local_tensor
                 value: Any = local
                 if kept:
                     placements = [parameter.placements[i] for i in kept]
+                    on = expert_mesh["ep"] if expert and expert_mesh is not None else mesh[axes]
                     value = DTensor.from_local(
-                        local, mesh[axes], placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+                        local, on, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
                     )
                 made[id(parameter)] = nn.Parameter(value.detach(), requires_grad=parameter.requires_grad)
             if state is not None and name in state.local:
@@ -80,16 +83,38 @@ def _placement(ranks: int) -> Any:
     return choose
 
 
+def _expert_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that directly hold parameters on the expert mesh."""
+    return [m for m in model.modules() if any(_on_ep(p) for p in m._parameters.values())]
+
+
+def _on_ep(parameter: Any) -> bool:
+    return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
+
+
 def shard_model(
-    model: nn.Module, mesh: DeviceMesh, plan_axes: tuple[str, ...], layers: tuple[str, ...], options: dict[str, Any]
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan_axes: tuple[str, ...],
+    layers: tuple[str, ...],
+    options: dict[str, Any],
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Shards each decoder layer and then the whole model, in place. Every rank of `mesh` calls it, before an optimizer is made."""
+    """Shards experts over edp, each decoder layer and then the whole model over dp (x cp), in place. Every rank of `mesh` calls it,
+    before an optimizer is made. Experts that only one group holds (edp is 1) stay as they are: their gradients are whole already."""
     for name in _OURS:
         if name in options:
             raise ApplyError(f"fully_shard: {name} follows from the plan's mesh; leave it out.")
     over = data_parallel_mesh(mesh)
-    relabel(model, mesh, tuple(axis for axis in plan_axes if axis != "cp"))
+    relabel(model, mesh, tuple(axis for axis in plan_axes if axis != "cp"), expert_mesh)
     place = _placement(over.size())
+    if expert_mesh is not None:
+        edp = expert_mesh["edp"]
+        if edp.size() > 1:
+            for module in _expert_modules(model):
+                fully_shard(module, mesh=edp, shard_placement_fn=_placement(edp.size()), **options)
+        else:
+            options = {**options, "ignored_params": {p for p in model.parameters() if _on_ep(p)}}
     for name in layers:
         fully_shard(model.get_submodule(name), mesh=over, shard_placement_fn=place, **options)
     fully_shard(model, mesh=over, shard_placement_fn=place, **options)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..apply.generated import STATE, state_of
+from ..apply.generated import STATE, plain_name, state_of
 from ..apply.parameters import whole
 from ..errors import ApplyError
 
@@ -20,12 +20,12 @@ __all__ = ["full_gradients", "full_parameters", "full_state_dict", "save_pretrai
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     """{name: whole tensor}, tied names each, as they were before the plan. Every rank calls it, and gets all of them."""
-    return _whole(model, {name: p for name, p in model.named_parameters(remove_duplicate=False)})
+    return _whole(model, {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)})
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """{name: whole gradient, sums done; None where there is none}. Every rank calls it; the gradients stay as they are."""
-    grads = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+    grads = {plain_name(name): p.grad for name, p in model.named_parameters(remove_duplicate=False)}
     present = _whole(model, {name: grad for name, grad in grads.items() if grad is not None})
     return {name: present.get(name) for name in _original_names(model, grads)}
 
@@ -42,7 +42,7 @@ def _packed(model: nn.Module) -> dict[str, tuple[str, int, tuple[str, ...]]]:
     for prefix, module in model.named_modules():
         state = state_of(module)
         for name, (dim, sections) in (state.packed if state else {}).items():
-            dot = f"{prefix}." if prefix else ""
+            dot = f"{plain_name(prefix)}." if prefix else ""
             names = tuple(f"{dot}{section}" for section in sections)
             found.update({section: (f"{dot}{name}", dim, names) for section in names})
     return found

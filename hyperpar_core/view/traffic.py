@@ -78,7 +78,7 @@ def movements(
     itself isn't either: a plan knows only what happens at the boundary.
     """
     found: list[Movement] = []
-    sides = (
+    sides: tuple[tuple[str, Mapping[str, Layout], Mapping[str, Layout], Mapping[str, Layout]], ...] = (
         ("in", contract.in_src, contract.in_dst, contract.in_grad),
         ("out", contract.out_src, contract.out_dst, {}),
     )

@@ -1,0 +1,94 @@
+"""How many heads an attention module has, and which of its parameters' rows make one: where tp may cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import Refused
+
+__all__ = ["HEAD_COUNTS", "KV_GROUPS", "KV_HEAD_COUNTS", "Heads", "attribute_of", "check_counts", "count_heads", "require_split"]
+
+# Integer attributes that count heads, as models use them for reshapes; a region that sees local heads needs them divided.
+KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads")
+KV_GROUPS = ("num_key_value_groups", "n_rep")
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_heads", "n_head")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What a module and its config say: query heads, key/value heads, and the width of one; None where they don't say."""
+
+    query: int | None
+    key_value: int | None
+    dim: int | None
+
+    def of(self, rows: int) -> int | None:
+        """The heads that `rows` hold: whole heads of `dim`, as many as there are of one kind, else one block for each query head
+        (or key/value head): heads of another width, or query, key and value of one head side by side. None: neither."""
+        if self.dim and rows % self.dim == 0 and rows // self.dim in (self.query, self.key_value):
+            return rows // self.dim
+        for count in (self.query, self.key_value):
+            if count and rows % count == 0:
+                return count
+        return rows // self.dim if self.query is None and self.dim and rows % self.dim == 0 else None
+
+
+def _integer(source: Any, *names: str) -> int | None:
+    for name in names:
+        try:
+            value = getattr(source, name, None)
+        except Exception:  # a config whose layers differ refuses to name one value for all of them
+            continue
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def count_heads(module: nn.Module) -> Heads:
+    """The heads of an attention module: its own numbers, else its config's."""
+    config = getattr(module, "config", None)
+    query = _integer(config, "num_attention_heads") or _integer(module, "num_heads", "num_attention_heads", "n_heads", "n_head")
+    groups = _integer(module, *KV_GROUPS)
+    shared = query // groups if query and groups else None
+    key_value = _integer(module, *KV_HEAD_COUNTS) or shared or _integer(config, *KV_HEAD_COUNTS) or query
+    hidden = _integer(config, "hidden_size") or _integer(module, "hidden_size", "embed_dim")
+    derived = hidden // query if hidden and query else None
+    dim = _integer(module, "head_dim", "head_size") or _integer(config, "head_dim") or derived
+    return Heads(query, key_value, dim)
+
+
+def require_split(fqn: str, count: int, what: str, tp: int) -> None:
+    """Refused unless `tp` ranks can share `count` evenly."""
+    if count % tp:
+        degrees = [d for d in range(2, min(count, 64) + 1) if count % d == 0]
+        raise Refused(
+            f"{fqn}: {count} {what} can't be split over tp={tp}.\n"
+            f"  Degrees of tp that work here: {', '.join(map(str, degrees)) or 'none'}; the other ranks can go to dp or cp."
+        )
+
+
+def attribute_of(module: nn.Module, path: str) -> tuple[nn.Module, list[str], Any]:
+    """(the module that holds it, what is left of the path, its value or None) of a dotted path through children, and at its end
+    through something that is no module, such as a config."""
+    owner: nn.Module = module
+    *parents, leaf = path.split(".")
+    while parents and isinstance(child := getattr(owner, parents[0], None), nn.Module):
+        owner = child
+        parents.pop(0)
+    value: Any = owner
+    for part in [*parents, leaf]:
+        value = getattr(value, part, None)
+    return owner, [*parents, leaf], value
+
+
+def check_counts(fqn: str, module: nn.Module, divide: Mapping[str, int]) -> None:
+    """Refused unless every attribute that the region's view divides is a whole number of its divisor's multiples."""
+    for path, by in divide.items():
+        value = attribute_of(module, path)[2]
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise Refused(f"{fqn}.{path}: to be divided by {by}, and it is {value!r}.")
+        require_split(fqn, value, path, by)
