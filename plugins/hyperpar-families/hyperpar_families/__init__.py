@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from hyperpar_core import hookimpl
-from hyperpar_core.descriptors import ModelFamily, PluginInfo
+from hyperpar_core.descriptors import LocalComputeFactory, ModelFamily, PluginInfo, SpecialHandler
 
-from .dense import FAMILIES
+from . import dense, head_bias, moe, packed
 
-__all__ = ["hyperpar_model_families", "hyperpar_plugin_info"]
+__all__ = [
+    "hyperpar_local_compute_factories",
+    "hyperpar_model_families",
+    "hyperpar_plugin_info",
+    "hyperpar_special_handlers",
+]
 
 
 @hookimpl
@@ -17,4 +22,14 @@ def hyperpar_plugin_info() -> PluginInfo:
 
 @hookimpl
 def hyperpar_model_families() -> list[ModelFamily]:
-    return list(FAMILIES)
+    return [*dense.FAMILIES, *moe.FAMILIES]
+
+
+@hookimpl
+def hyperpar_special_handlers() -> list[SpecialHandler]:
+    return list(packed.HANDLERS)
+
+
+@hookimpl
+def hyperpar_local_compute_factories() -> list[LocalComputeFactory]:
+    return list(head_bias.LOCAL_COMPUTES)

@@ -1,0 +1,66 @@
+"""Mixtures of experts: what each family's router, experts and attention are, and the archetype that fits its block."""
+
+from __future__ import annotations
+
+from .rules import LATENT, LLAMA, family, roles
+
+__all__ = ["FAMILIES"]
+
+# A router and stacked experts; what else stands in their block (shared experts and their gates) every rank holds whole.
+EXPERTS = {
+    **roles(moe_gate="gate router", moe_expert="experts"),
+    **{f"*.{name}*": "shared_expert" for name in ("mlp.shared_expert", "mlp.shared_mlp")},
+}
+MOE = {**LLAMA, **EXPERTS}
+LATENT_MOE = {**LATENT, **EXPERTS}
+# q_norm and k_norm span all heads: their statistic needs the whole width.
+SHARDED_QK_NORMS = {"*.self_attn.q_norm": "sharded_norm", "*.self_attn.k_norm": "sharded_norm"}
+SINKS = roles(per_head=".self_attn.sinks")
+SHARED_MLP = roles(packed="input_linear", rowwise="output_linear")
+SHARED_HALVES = {"*.input_linear.*": "halves"}
+GROUPED = "deepseekv3_sigmoid_group_shared"
+
+FAMILIES = (
+    # a softmax router and experts
+    family("mixtral", "jitter before the router", MOE, archetype="mixtral_topk_router", window=True),
+    family("qwen3_moe", "norms on each head's queries and keys", MOE, archetype="topk_router", window=True),
+    family("olmoe", "norms across all heads' queries and keys", MOE, SHARDED_QK_NORMS, archetype="topk_router"),
+    family("flex_olmo", "as olmoe, norms behind the blocks", MOE, SHARDED_QK_NORMS, archetype="topk_router"),
+    family("mellum", "windowed layers, dense layers between", MOE, archetype="topk_router", window=True),
+    family("cohere2_moe", "attention and experts side by side", MOE, archetype="topk_router", window=True),
+    family("phimoe", "two routings in one, jitter", MOE, archetype="experts_dispatch"),
+    family("granitemoe", "multipliers", MOE, archetype="experts_dispatch", block="block_sparse_moe"),
+    family(
+        "granitemoeshared", "a shared MLP beside the block", {**MOE, **SHARED_MLP}, {"*.shared_mlp": "mlp"},
+        handlers=SHARED_HALVES, archetype="experts_dispatch", block="block_sparse_moe",
+    ),
+    family(
+        "granitemoe_swa", "the same with windowed layers and a sink for each head", {**MOE, **SINKS, **SHARED_MLP},
+        {"*.shared_mlp": "mlp"}, handlers=SHARED_HALVES, archetype="experts_dispatch", block="block_sparse_moe",
+        window=True, sinks=True,
+    ),
+    family("minimax_m2", "a correction bias", MOE, SHARDED_QK_NORMS, archetype="experts_dispatch"),
+    # a shared expert
+    family("qwen2_moe", "a shared expert behind a sigmoid gate", MOE, archetype="qwen2moe_shared_expert_gate", window=True),
+    family("ernie4_5_moe", "a softmax router with a correction bias", MOE, archetype="experts_dispatch"),
+    family("flint", "a shared expert, a sink for each head", {**MOE, **SINKS}, archetype="experts_dispatch", sinks=True),
+    family("aria_text", "transposed experts, shared experts", MOE, archetype="experts_dispatch"),
+    family("hunyuan_v1_moe", "a shared MLP", MOE, archetype="experts_dispatch"),
+    family("hy_v3", "a sigmoid router with a correction bias", MOE, archetype="experts_dispatch"),
+    family("kolibri1", "shared experts", MOE, archetype="experts_dispatch"),
+    # group-limited sigmoid routing, shared experts
+    family("glm4_moe", "dense layers first", MOE, archetype=GROUPED),
+    family("dots1", "norms on each head's queries and keys", MOE, archetype=GROUPED, window=True),
+    family("exaone_moe", "windowed layers", MOE, archetype=GROUPED, window=True),
+    family("solar_open", "every layer sparse", MOE, archetype=GROUPED),
+    family("sarvam_moe", "norms on each head's queries and keys", MOE, archetype=GROUPED),
+    family("glm4_moe_lite", "latent attention", LATENT_MOE, archetype=GROUPED),
+    family("sarvam_mla", "latent attention without a query latent", LATENT_MOE, archetype=GROUPED),
+    family("axk1", "latent attention, a norm behind the experts", LATENT_MOE, archetype="experts_dispatch"),
+    # biases and clamps in the experts
+    family(
+        "gpt_oss", "transposed experts with biases and clamps, a sink for each head",
+        {**MOE, **SINKS}, archetype="experts_dispatch", window=True, sinks=True,
+        isolates_documents=False,
+    ),
+)  # fmt: skip
