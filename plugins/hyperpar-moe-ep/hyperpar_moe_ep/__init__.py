@@ -1,0 +1,1 @@
+"""Expert parallelism for hyperpar: tokens travel to the ranks that hold their experts."""

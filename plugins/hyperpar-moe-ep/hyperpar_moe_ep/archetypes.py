@@ -1,0 +1,195 @@
+"""Archetypes: for one kind of MoE block each, its interface and its expert-parallel compute.
+
+All of them run the block's own forward: its router, its shared expert, how it merges the branches. What they take over is the call
+`experts(hidden_states, indices, weights)` inside it: there tokens travel (see `dispatch`), and the experts module's own forward, in
+whatever implementation the config names, computes with this rank's experts. What tells archetypes apart is the block that they accept:
+each states the children and attributes that it knows, and refuses a block that has others, whose meaning it would have to guess.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyperpar_core import original_forward
+from hyperpar_core.collectives.functional import axis_group
+from hyperpar_core.errors import ApplyError, OverrideError, Refused
+
+from .dispatch import DISPATCHERS, Dispatcher
+
+__all__ = ["BlockForward", "deepseekv3_sigmoid_group_shared", "experts_dispatch", "mixtral_topk_router",
+           "qwen2moe_shared_expert_gate", "routed_only_softmax_topk", "topk_router"]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BlockForward:
+    """The block's own forward, with the forwards of some children replaced: what the archetypes return.
+
+    children  {child: fn(module, *args, **kwargs)}; the applier installs them, and `original_forward` leads back to the child's own
+    """
+
+    children: Mapping[str, Callable[..., Any]]
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return original_forward(module, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class DispatchedExperts:
+    """The experts' forward: tokens go to the ranks of their experts, and come back weighted and summed."""
+
+    fqn: str
+    names: tuple[str, ...]  # of the experts' arguments: hidden states, indices, weights
+    dispatch: Dispatcher
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if len(args) > 3 or set(given) != set(self.names):
+            raise ApplyError(
+                f"{self.fqn}: the block calls its experts with {', '.join(given)}, and expert parallelism knows how to send"
+                f" {', '.join(self.names)} only."
+            )
+        hidden, indices, weights = (given[name] for name in self.names)
+        if indices.ndim != 2 or indices.shape != weights.shape:
+            raise ApplyError(
+                f"{self.fqn}: the experts get indices {list(indices.shape)} and weights {list(weights.shape)}; needed: [tokens, k] both."
+            )
+        x = hidden.reshape(-1, hidden.shape[-1])
+        return self.dispatch(partial(_local_experts, module), x, indices, weights).reshape(hidden.shape)
+
+
+def _local_experts(module: nn.Module, x_NH: Tensor, expert_N1: Tensor, weight_N1: Tensor) -> Tensor:
+    """The experts' own forward on this rank's experts. Without a token their gradients are zero, not missing."""
+    if len(x_NH):
+        return original_forward(module, x_NH, expert_N1, weight_N1)  # type: ignore[no-any-return]
+    weights = [getattr(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
+    nothing = torch.stack([weight.flatten()[:0].sum() for weight in weights]).sum()
+    return x_NH * weight_N1.to(x_NH.dtype) + nothing.to(x_NH.dtype)
+
+
+@dataclass(frozen=True)
+class Interface:
+    """The block that an archetype accepts.
+
+    children    those that hold parameters, all of them; None: any
+    attributes  what the block must have
+    router      attributes that its router must have
+    linear      whether the router must be a plain linear layer, whose logits the block itself makes into weights
+    """
+
+    children: tuple[str, ...] | None = None
+    attributes: tuple[str, ...] = ()
+    router: tuple[str, ...] = ()
+    linear: bool | None = None
+    jitter: bool = True
+
+
+def _refuse(name: str, fqn: str, module: nn.Module, why: str) -> Refused:
+    held = [f"{child} ({type(m).__name__})" for child, m in module.named_children() if any(True for _ in m.parameters())]
+    return Refused(
+        f"{fqn}: {name} doesn't fit {type(module).__name__}: {why}.\n"
+        f"  Its children with parameters: {', '.join(held) or 'none'}.\n"
+        "  experts_dispatch takes any block that calls experts(hidden_states, indices, weights)."
+    )
+
+
+def _check(name: str, fqn: str, module: nn.Module, interface: Interface) -> None:
+    held = {child for child, m in module.named_children() if any(True for _ in m.parameters())}
+    held |= {p for p, value in module._parameters.items() if value is not None}
+    if interface.children is not None and held != set(interface.children):
+        raise _refuse(name, fqn, module, f"it needs exactly {', '.join(interface.children)}")
+    for attribute in interface.attributes:
+        if not hasattr(module, attribute):
+            raise _refuse(name, fqn, module, f"it has no {attribute}")
+    gate = getattr(module, "gate", None)
+    for attribute in interface.router:
+        if not hasattr(gate, attribute):
+            raise _refuse(name, fqn, module, f"its router ({type(gate).__name__}) has no {attribute}")
+    if interface.linear is not None and isinstance(gate, nn.Linear) != interface.linear:
+        kind = "a plain linear layer" if interface.linear else "one that returns logits, scores and indices"
+        raise _refuse(name, fqn, module, f"its router is {type(gate).__name__}, needed: {kind}")
+    if not interface.jitter and getattr(module, "jitter_noise", False):
+        raise _refuse(name, fqn, module, f"it jitters its input (jitter_noise={module.jitter_noise}); mixtral_topk_router knows that")
+
+
+def _block_forward(
+    name: str, interface: Interface, fqn: str, module: nn.Module, ep_mesh: DeviceMesh, dispatcher: Any, experts: str = "experts"
+) -> BlockForward:
+    _check(name, fqn, module, interface)
+    child = getattr(module, experts, None)
+    if not isinstance(child, nn.Module):
+        raise _refuse(name, fqn, module, f"it has no child {experts!r}")
+    weights = [p for p in child.parameters()]
+    arguments = tuple(inspect.signature(type(child).forward).parameters)[1:]
+    counts = {w.shape[0] for w in weights if w.ndim}
+    if len(arguments) < 3 or len(counts) != 1 or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        raise _refuse(
+            name, fqn, module,
+            f"{experts} must hold parameters whose first dim counts the experts, and take (hidden_states, indices, weights); it is a"
+            f" {type(child).__name__} with first dims {sorted(counts)} that takes ({', '.join(arguments)})",
+        )  # fmt: skip
+    build = DISPATCHERS.get(dispatcher) if isinstance(dispatcher, str) else dispatcher
+    if build is None:
+        raise OverrideError(f"{fqn}: {name}: no dispatcher {dispatcher!r} (dispatchers: {', '.join(DISPATCHERS)}).")
+    dispatch = build(axis_group(ep_mesh), counts.pop() // ep_mesh.size())
+    return BlockForward({experts: DispatchedExperts(f"{fqn}.{experts}", arguments[:3], dispatch)})
+
+
+def experts_dispatch(
+    *, module: nn.Module, ep_mesh: DeviceMesh, fqn: str = "block", experts: str = "experts", dispatcher: Any = "all_to_all"
+) -> BlockForward:
+    """Any block whose forward calls experts(hidden_states, indices, weights) once, whatever else it does.
+
+    experts: the child's name. dispatcher: a name in `dispatch.DISPATCHERS`, or a builder. Raises Refused with the block's children
+    where it doesn't fit. Called on every rank of the expert group, as are all archetypes.
+    """
+    return _block_forward("experts_dispatch", Interface(), fqn, module, ep_mesh, dispatcher, experts)
+
+
+def topk_router(
+    *, module: nn.Module, ep_mesh: DeviceMesh, fqn: str = "block", dispatcher: Any = "all_to_all"
+) -> BlockForward:
+    """gate -> (logits, scores, indices), experts(hidden_states, indices, scores), and nothing else: Qwen3-MoE, OLMoE."""
+    interface = Interface(("gate", "experts"), linear=False, jitter=False)
+    return _block_forward("topk_router", interface, fqn, module, ep_mesh, dispatcher)
+
+
+def mixtral_topk_router(
+    *, module: nn.Module, ep_mesh: DeviceMesh, fqn: str = "block", dispatcher: Any = "all_to_all"
+) -> BlockForward:
+    """The same with jitter on the input, before router and experts: Mixtral."""
+    interface = Interface(("gate", "experts"), attributes=("jitter_noise",), linear=False)
+    return _block_forward("mixtral_topk_router", interface, fqn, module, ep_mesh, dispatcher)
+
+
+def routed_only_softmax_topk(
+    *, module: nn.Module, ep_mesh: DeviceMesh, fqn: str = "block", dispatcher: Any = "all_to_all"
+) -> BlockForward:
+    """A linear gate whose logits the block itself makes into weights and indices, and experts; no shared expert."""
+    interface = Interface(("gate", "experts"), linear=True, jitter=False)
+    return _block_forward("routed_only_softmax_topk", interface, fqn, module, ep_mesh, dispatcher)
+
+
+def qwen2moe_shared_expert_gate(
+    *, module: nn.Module, ep_mesh: DeviceMesh, fqn: str = "block", dispatcher: Any = "all_to_all"
+) -> BlockForward:
+    """A router, experts, and one shared expert that a sigmoid gate scales: Qwen2-MoE."""
+    interface = Interface(("gate", "experts", "shared_expert", "shared_expert_gate"), linear=False, jitter=False)
+    return _block_forward("qwen2moe_shared_expert_gate", interface, fqn, module, ep_mesh, dispatcher)
+
+
+def deepseekv3_sigmoid_group_shared(
+    *, module: nn.Module, ep_mesh: DeviceMesh, fqn: str = "block", dispatcher: Any = "all_to_all"
+) -> BlockForward:
+    """A sigmoid router limited to groups, with a correction bias, and shared experts beside the routed ones: DeepSeek-V3, GLM-4-MoE."""
+    interface = Interface(
+        ("gate", "experts", "shared_experts"), router=("e_score_correction_bias",), linear=False, jitter=False
+    )
+    return _block_forward("deepseekv3_sigmoid_group_shared", interface, fqn, module, ep_mesh, dispatcher)
