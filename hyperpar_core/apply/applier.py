@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..collectives.functional import AxisGroup, axis_group
 from ..collectives.transition import Transition, transitions
-from ..errors import PlanError
 from ..placement import Layout, Placement, SharedShard
 from ..plan.boundaries import find_structure
 from ..plan.contract import Contract
@@ -152,9 +151,6 @@ class _Installer:
     def _wrap(self, contract: Contract, compute: Callable[..., Any] | None) -> None:
         module = self.model.get_submodule(contract.fqn)
         names = [p for p in inspect.signature(type(module).forward).parameters][1:]
-        for name in contract.in_src:
-            if name not in names:
-                raise PlanError(f"{contract.fqn}: declares input {name!r}, and the forward takes {', '.join(names)}.")
         inputs = {
             name: (
                 names.index(name),

@@ -152,7 +152,8 @@ class GradientSums:
         offset = 0
         for i, local, count in zip(bucket, locals_, counts, strict=True):
             if count:
-                fresh[i] = flat[offset : offset + local.numel()].view(local.shape)
+                # A copy: a DTensor on memory that starts within another's can't be deep-copied.
+                fresh[i] = flat[offset : offset + local.numel()].view(local.shape).clone()
             offset += local.numel()
 
 

@@ -37,7 +37,9 @@ def cut(tensor: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> 
         if isinstance(placement, Shard):
             length, offset = shard_size(part.shape[placement.dim], mesh.size(i), mesh.get_local_rank(i))
             part = part.narrow(placement.dim, offset, length)
-    return part if part is tensor else part.clone(memory_format=torch.contiguous_format)
+    if part is tensor and not tensor.storage_offset():
+        return tensor
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def distribute(parameter: nn.Parameter, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> nn.Parameter:

@@ -77,8 +77,8 @@ def find_boundaries(
         owner = parameter.rpartition(".")[0]
         children.setdefault(owner.rpartition(".")[0], set()).add(role)
     routed = {above for p, role in roles.items() if role == "moe_gate" for above in _above(p)}
-    inner = []
-    moe = []
+    inner: list[str] = []
+    moe: list[str] = []  # blocks of experts
     for fqn, module in model.named_modules():
         template: str | None = None
         if fqn == structure.embed:

@@ -113,9 +113,9 @@ def _read(name: str, value: Any, where: str) -> Any:
     if name in ("divide", "features"):
         least = 2 if name == "divide" else 0
         made = _mapping(value, where, int, "a whole number")
-        odd = next((v for v in made.values() if isinstance(v, bool) or v < least), None)
-        if odd is not None:
-            raise OverrideError(f"{where}: expected whole numbers of at least {least}, got {odd!r}.")
+        odd = [v for v in made.values() if isinstance(v, bool) or v < least]
+        if odd:
+            raise OverrideError(f"{where}: expected whole numbers of at least {least}, got {odd[0]!r}.")
         return made
     if name == "out_names":
         if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
@@ -153,9 +153,9 @@ def parse_layouts(value: object, where: str, shared: bool = False) -> dict[str, 
         raise OverrideError(
             f"{where}: expected a mapping of name to layout, such as {{weight: {{tp: shard(0)}}}}, got {shown(value)}."
         )
-    odd = next((name for name in value if not isinstance(name, str)), None)
-    if odd is not None:
-        raise OverrideError(f"{where}: {odd!r} is no name; quote it if it is one.")
+    odd = [name for name in value if not isinstance(name, str)]
+    if odd:
+        raise OverrideError(f"{where}: {shown(odd[0])} is no name; quote it if it is one.")
     made = {name: parse_layout(layout, f"{where}.{name}") for name, layout in value.items()}
     if not shared:
         for name, layout in made.items():

@@ -7,13 +7,24 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
 
-from ..descriptors import LocalComputeFactory, ModelFamily
+from torch import nn
+from torch.distributed.tensor import Partial, Shard
+
+from ..descriptors import LocalComputeFactory, ModelFamily, Section
 from ..errors import OverrideError, PlanError, Refused
+from ..placement import Layout
 from ..plugins import get_registry
 from .contract import Contract
+from .heads import require_split
 from .overrides import Override
 
-__all__ = ["check_expert_degree", "patterns_for", "require_archetypes", "suggested_archetypes"]
+__all__ = ["check_expert_degree", "cut_over_ep", "cut_over_tp", "patterns_for", "require_archetypes", "suggested_archetypes"]
+
+# Integer attributes that count experts; a module that holds local ones needs them divided.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# What transformers calls the stacked weights of experts: features of the intermediate size come out of these, or go into those.
+EXPERT_COLWISE = ("gate_up_proj", "gate_proj", "up_proj")
+EXPERT_ROWWISE = ("down_proj",)
 
 
 def check_expert_degree(ep_size: int, sizes: Mapping[str, int]) -> None:
@@ -27,6 +38,45 @@ def check_expert_degree(ep_size: int, sizes: Mapping[str, int]) -> None:
             f"ep_size={ep_size}: experts spread over the ranks of dp x cp x tp, which are {ranks}; ep must divide them.\n"
             f"  Degrees of ep that do: {degrees}."
         )
+
+
+def cut_over_ep(name: str, value: nn.Parameter, owner: nn.Module, ep: int) -> tuple[Layout, list[str]]:
+    """(how stacked experts lie on ep, the owner's attributes that count them); Refused unless ep divides their number."""
+    count = value.shape[0]
+    if count % ep:
+        degrees = [d for d in range(2, count + 1) if count % d == 0]
+        raise Refused(
+            f"{name}: {count} experts can't be split over ep={ep}.\n"
+            f"  Degrees of ep that divide them: {', '.join(map(str, degrees)) or 'none'}; ep must also divide dp x cp x tp."
+        )
+    return {"ep": Shard(0)}, [a for a in EXPERT_COUNTS if getattr(owner, a, None) == count]
+
+
+def cut_over_tp(
+    name: str, value: nn.Parameter, owner: nn.Module, tp: int
+) -> tuple[Layout, Layout, tuple[Section, ...]] | None:
+    """(held, seen, sections) of stacked experts whose intermediate features tp cuts; None where the names don't say which those are.
+
+    `owner` says, as transformers' experts do, whether weights are [experts, in, out] (is_transposed) and whether gate and up
+    projection stand one behind the other (is_concatenated) or interleaved.
+    """
+    leaf = name.rpartition(".")[2]
+    weight, bias = leaf.removesuffix("_bias"), leaf.endswith("_bias")
+    if not hasattr(owner, "is_transposed") or value.ndim != (2 if bias else 3):
+        return None
+    if weight in EXPERT_COLWISE:
+        dim = 1 if bias or not owner.is_transposed else 2
+        parts = ("gate", "up") if weight == "gate_up_proj" and getattr(owner, "is_concatenated", True) else ()
+        size = value.shape[dim] // (2 if weight == "gate_up_proj" else 1)
+        require_split(name, size, "intermediate features", tp)
+        return {"tp": Shard(dim)}, {}, tuple(Section(part, dim, size, Shard(dim)) for part in parts)
+    if weight in EXPERT_ROWWISE and bias:
+        return {}, {"tp": Partial()}, ()
+    if weight in EXPERT_ROWWISE:
+        dim = 1 if owner.is_transposed else 2
+        require_split(name, value.shape[dim], "intermediate features", tp)
+        return {"tp": Shard(dim)}, {}, ()
+    return None
 
 
 def holds_experts(contract: Contract) -> bool:
@@ -57,7 +107,7 @@ def require_archetypes(boundaries: Sequence[Contract], ep_size: int, family: Mod
     hint = f"{family.name} suggests {suggested}; " if family and suggested else ""
     others = [c.fqn for c in boundaries if c.fqn not in missing]
     entries = "".join(
-        f'\n    - match: "{pattern}"\n      when: ep\n      local_compute_fn: {name}'
+        f'\n    - {{match: "{pattern}", when: ep, local_compute_fn: {name}}}'
         for pattern in patterns_for(missing, others)
     )
     raise PlanError(

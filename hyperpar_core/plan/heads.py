@@ -20,21 +20,22 @@ HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_k
 
 @dataclass(frozen=True)
 class Heads:
-    """What a module and its config say: query heads, key/value heads, and the width of one; None where they don't say."""
+    """What a module and its config say: query heads, key/value heads, the width of one, and of others; None where they don't say."""
 
     query: int | None
     key_value: int | None
     dim: int | None
+    others: tuple[int, ...] = ()
 
-    def of(self, rows: int) -> int | None:
-        """The heads that `rows` hold: whole heads of `dim`, as many as there are of one kind, else one block for each query head
-        (or key/value head): heads of another width, or query, key and value of one head side by side. None: neither."""
-        if self.dim and rows % self.dim == 0 and rows // self.dim in (self.query, self.key_value):
-            return rows // self.dim
-        for count in (self.query, self.key_value):
-            if count and rows % count == 0:
-                return count
-        return rows // self.dim if self.query is None and self.dim and rows % self.dim == 0 else None
+    def whole(self, rows: int) -> int | None:
+        """The heads that `rows` hold, where they are heads of a known width, as many as there are of one kind."""
+        counts = (self.query, self.key_value) if self.query else (rows // self.dim if self.dim else None,)
+        found = (rows // dim for dim in (self.dim, *self.others) if dim and rows % dim == 0)
+        return next((count for count in found if count in counts), None)
+
+    def blocks(self, rows: int) -> int | None:
+        """The blocks where `rows` of another width may be cut: between groups of heads that share a key/value head."""
+        return self.key_value if self.key_value and rows % self.key_value == 0 else None
 
 
 def _integer(source: Any, *names: str) -> int | None:
@@ -51,14 +52,17 @@ def _integer(source: Any, *names: str) -> int | None:
 def count_heads(module: nn.Module) -> Heads:
     """The heads of an attention module: its own numbers, else its config's."""
     config = getattr(module, "config", None)
-    query = _integer(config, "num_attention_heads") or _integer(module, "num_heads", "num_attention_heads", "n_heads", "n_head")
+    query = _integer(module, "num_heads", "num_attention_heads", "n_heads", "n_head") or _integer(
+        config, "num_attention_heads"
+    )
     groups = _integer(module, *KV_GROUPS)
     shared = query // groups if query and groups else None
     key_value = _integer(module, *KV_HEAD_COUNTS) or shared or _integer(config, *KV_HEAD_COUNTS) or query
     hidden = _integer(config, "hidden_size") or _integer(module, "hidden_size", "embed_dim")
     derived = hidden // query if hidden and query else None
     dim = _integer(module, "head_dim", "head_size") or _integer(config, "head_dim") or derived
-    return Heads(query, key_value, dim)
+    others = (_integer(source, name) for source in (module, config) for name in ("v_head_dim", "qk_head_dim"))
+    return Heads(query, key_value, dim, tuple(dict.fromkeys(width for width in others if width and width != dim)))
 
 
 def require_split(fqn: str, count: int, what: str, tp: int) -> None:

@@ -111,9 +111,9 @@ class Override:
         refuse_unknown_keys(data, {f.name for f in fields(cls)}, where)
         if "match" not in data:
             raise OverrideError(f"{where}: no match; write the module's name, or a glob.")
-        empty = next((key for key, value in data.items() if value is None), None)
-        if empty is not None:
-            raise OverrideError(f"{where}.{empty}: no value; write none to clear the field, or leave the key out.")
+        empty = [key for key, value in data.items() if value is None]
+        if empty:
+            raise OverrideError(f"{where}.{empty[0]}: no value; write none to clear the field, or leave the key out.")
         return cls(**data)
 
 

@@ -20,13 +20,13 @@ from ..placement import Layout, Placement, SharedShard
 from ..plugins import get_registry
 from .boundaries import Structure
 from .contract import Contract
+from .experts import cut_over_ep, cut_over_tp
 from .heads import HEAD_COUNTS, KV_GROUPS, KV_HEAD_COUNTS, Heads, count_heads, require_split
+from .roles import COLWISE, ROWWISE
 
 __all__ = ["PlanContext", "contract_from", "cut_sections", "first_argument"]
 
 VOCAB_EMBEDDING = "vocab_parallel_embedding"
-
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the same, of a module that holds local experts
 
 
 @dataclass(frozen=True)
@@ -213,13 +213,14 @@ def _split_heads(
 
 def _cut(ctx: PlanContext, name: str, rows: int, dim: int, heads: Heads) -> Placement:
     """How the rows of a projection are cut: at heads, or shared where there are fewer key/value heads than ranks."""
-    count = heads.of(rows)
+    count = heads.whole(rows)
+    if count is not None and count < ctx.tp and ctx.tp % count == 0 and count != heads.query:
+        return SharedShard(dim, ctx.tp // count)
+    count = count or heads.blocks(rows)
     if count is None:
         raise Refused(
             f"{name}: {rows} rows aren't whole heads of {heads.dim}; a family adapter has to declare how they split."
         )
-    if count < ctx.tp and ctx.tp % count == 0 and count != heads.query:
-        return SharedShard(dim, ctx.tp // count)
     require_split(name, count, "attention heads" if count == heads.query else "key/value heads", ctx.tp)
     return Shard(dim)
 
@@ -326,31 +327,62 @@ def _replicated(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[st
 
 
 def _moe_mlp(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
-    """A router and its experts. Each rank routes its own tokens, tp ranks too: no token is computed twice. Over ep, experts are cut
-    and the local compute lets tokens travel; without it every rank holds them all. What else the block owns is whole."""
-    params: dict[str, Layout] = {name: {} for name in owned}
-    divide: dict[str, int] = {}
-    for name, value in owned.items():
-        if ctx.ep == 1 or ctx.roles.get(f"{fqn}.{name}") != "moe_expert":
-            continue
-        count = value.shape[0]
-        if count % ctx.ep:
-            degrees = [d for d in range(2, count + 1) if count % d == 0]
-            raise Refused(
-                f"{fqn}.{name}: {count} experts can't be split over ep={ctx.ep}.\n"
-                f"  Degrees of ep that divide them: {', '.join(map(str, degrees))}; ep must also divide dp x cp x tp."
-            )
-        params[name] = {"ep": Shard(0)}
-        path = name.rpartition(".")[0]
-        counts = [a for a in EXPERT_COUNTS if getattr(module.get_submodule(path), a, None) == count]
-        divide.update({f"{path}.{attribute}" if path else attribute: ctx.ep for attribute in counts})
+    """A router and its experts. Over ep, experts are cut and the local compute lets tokens travel; over tp alone, their intermediate
+    features are. Where neither is, every rank holds the block whole, and tp ranks share its tokens as they do over ep."""
+    experts = {name: value for name, value in owned.items() if ctx.roles.get(f"{fqn}.{name}") == "moe_expert"}
+    held = _Held({name: {} for name in owned}, {}, {}, {}, {})
+    if ctx.ep > 1:
+        for name, value in experts.items():
+            path = name.rpartition(".")[0]
+            held.params[name], counts = cut_over_ep(f"{fqn}.{name}", value, module.get_submodule(path), ctx.ep)
+            held.divide.update({f"{path}.{attribute}" if path else attribute: ctx.ep for attribute in counts})
+    sums = ctx.ep == 1 and ctx.tp > 1 and _cut_block(ctx, fqn, module, owned, experts, held)
     x = first_argument(module)
-    cut = ctx.layout(Shard(1))
+    inside, yields = (ctx.layout(), ctx.layout(Partial())) if sums else (ctx.layout(Shard(1)), ctx.layout(Shard(1)))
     return Contract(
-        fqn, "moe_mlp", params, in_src={x: ctx.hidden()}, in_dst={x: cut},
-        out_src={"output": cut, "router_scores": {}}, out_dst={"output": ctx.hidden(), "router_scores": {}},
-        out_names=("output", "router_scores"), divide=divide, features=_features(owned, x),
+        fqn, "moe_mlp", **vars(held), in_src={x: ctx.hidden()}, in_dst={x: inside},
+        out_src={"output": yields, "router_scores": {}}, out_dst={"output": ctx.hidden(), "router_scores": {}},
+        out_names=("output", "router_scores"), features=_features(owned, x, module),
     )  # fmt: skip
+
+
+def _cut_block(
+    ctx: PlanContext,
+    fqn: str,
+    module: nn.Module,
+    owned: Mapping[str, nn.Parameter],
+    experts: Mapping[str, nn.Parameter],
+    held: _Held,
+) -> bool:
+    """Cuts the intermediate features of experts and shared experts over tp, so that the block yields summands; False where something
+    in it can't be cut, or works on whole sums."""
+    cuts = {
+        name: cut_over_tp(f"{fqn}.{name}", value, module.get_submodule(name.rpartition(".")[0]), ctx.tp)
+        for name, value in experts.items()
+    }
+    if not cuts or not all(cuts.values()):
+        return False
+    shared = {}
+    for name in owned:
+        path = name.rpartition(".")[0]
+        owner, leaf = module.get_submodule(path), path.rpartition(".")[2]
+        if isinstance(owner, nn.Linear) and leaf in COLWISE | ROWWISE:
+            shared[name] = "colwise" if leaf in COLWISE else "rowwise"
+        elif ctx.roles.get(f"{fqn}.{name}") != "moe_gate" and name not in experts:
+            if not (isinstance(owner, nn.Linear) and owner.out_features == 1):  # a gate of a shared expert scales summands
+                return False
+    for name, cut in cuts.items():
+        assert cut is not None
+        held.params[name], use, sections = cut
+        held.param_use.update({name: use} if use else {})
+        held.sections.update({name: sections} if sections else {})
+    inner = replace(ctx, roles={f"{fqn}.{name}": role for name, role in shared.items()})
+    parameters = {name: owned[name] for name in shared}
+    cut_shared = _parameters(inner, fqn, module, parameters)
+    _split_features(inner, fqn, cut_shared, parameters)
+    for mine, theirs in zip(vars(held).values(), vars(cut_shared).values(), strict=True):
+        mine.update(theirs)
+    return True
 
 
 def _embed(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
@@ -394,7 +426,8 @@ def _stack(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn
 
 _TEMPLATES = {
     "attention": _attention, "mlp": _mlp, "colwise": _colwise, "rowwise": _rowwise,
-    "norm": _norm, "sharded_norm": _sharded_norm, "replicated": _replicated, "embed": _embed, "lm_head": _lm_head, "stack": _stack, "moe_mlp": _moe_mlp,
+    "norm": _norm, "sharded_norm": _sharded_norm, "replicated": _replicated, "embed": _embed, "lm_head": _lm_head, "stack": _stack,
+    "moe_mlp": _moe_mlp,
 }  # fmt: skip
 
 

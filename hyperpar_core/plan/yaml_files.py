@@ -18,22 +18,12 @@ _MAX_BYTES = 16 * 2**20
 _MAX_DEPTH = 32
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader without aliases (a small file could expand without end) and without repeated keys."""
+_Safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where PyYAML was built with it
+_Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
-    depth = 0
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.events.AliasEvent):
-            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-            raise OverrideError(f"line {event.start_mark.line + 1}: YAML aliases aren't read; write the value out.")
-        if self.depth > _MAX_DEPTH:
-            raise OverrideError(f"nested more than {_MAX_DEPTH} levels deep.")
-        self.depth += 1
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self.depth -= 1
+class _Loader(_Safe):  # type: ignore[misc]
+    """A safe loader without repeated keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
@@ -44,7 +34,19 @@ class _Loader(yaml.SafeLoader):
             if key in seen:
                 raise OverrideError(f"line {key_node.start_mark.line + 1}: key {key!r} stands twice.")
             seen.add(key)
-        return super().construct_mapping(node, deep)
+        made: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return made
+
+
+def _check_events(text: str) -> None:
+    """No aliases (a small file could expand without end), and no deep nesting (loading recurses)."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Safe):
+        if isinstance(event, yaml.AliasEvent):
+            raise OverrideError(f"line {event.start_mark.line + 1}: YAML aliases aren't read; write the value out.")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise OverrideError(f"line {event.start_mark.line + 1}: nested more than {_MAX_DEPTH} levels deep.")
 
 
 def load_mapping(source: str | Path, what: str) -> dict[str, Any]:
@@ -66,6 +68,7 @@ def load_mapping(source: str | Path, what: str) -> dict[str, Any]:
     elif len(text) > _MAX_BYTES:
         raise OverrideError(f"{where}: larger than {_MAX_BYTES >> 20} MiB.")
     try:
+        _check_events(text)
         data = yaml.load(text, Loader=_Loader)
     except OverrideError as error:
         raise OverrideError(f"{where}: {error}") from None
@@ -126,4 +129,7 @@ def shown(value: Any) -> str:
 
 def dump(data: Mapping[str, Any]) -> str:
     """YAML text, keys in the given order."""
-    return yaml.safe_dump(dict(data), sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+    text: str = yaml.dump(
+        dict(data), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True
+    )
+    return text

@@ -110,7 +110,7 @@ def _bare(model: nn.Module) -> nn.Module:
     base = getattr(type(model), "_hyperpar_base", type(model))
     config = getattr(model, "config", None)
     with torch.device("meta"):
-        bare: nn.Module = base(config)
+        bare: nn.Module = base(config).to(getattr(model, "dtype", None))  # transformers writes it into the config
     bare.__dict__.update(
         {k: v for k, v in model.__dict__.items() if k not in bare.__dict__ and k != STATE and not k.startswith("_")}
     )

@@ -17,7 +17,7 @@ def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
     """The fields and boundaries that differ, repeated layers folded: `name  field: here -> there`. Empty for equal plans."""
     here, there = plan.to_data(), other.to_data()
     lines = [
-        f"{f.name}: {text}"
+        _named(f.name, text)
         for f in fields(ShardingPlan)
         if f.name != "boundaries"
         for text in _texts(here[f.name], there[f.name])
@@ -49,7 +49,11 @@ def _contracts(a: Contract, b: Contract) -> Iterator[str]:
     for f in fields(Contract):
         if f.name != "fqn":
             for text in _texts(here.get(f.name), there.get(f.name)):
-                yield f"{f.name}{text}" if text.startswith(".") else f"{f.name}: {text}"
+                yield _named(f.name, text)
+
+
+def _named(field: str, text: str) -> str:
+    return f"{field}{text}" if text.startswith(".") else f"{field}: {text}"
 
 
 def _texts(a: Any, b: Any) -> Iterator[str]:

@@ -135,7 +135,7 @@ def _held_text(plan: ShardingPlan, contract: Contract, name: str, layout: Layout
     if name in contract.sections:
         text = "+".join(f"{s.name} {short(s.placement)}" for s in contract.sections[name])
     else:
-        text = _layout(layout, plan.sizes, "R", short)
+        text = f"{short(layout['ep'])} ep" if "ep" in layout else _layout(layout, plan.sizes, "R", short)
     partial = [axis for axis in plan.sizes if isinstance(contract.param_grad.get(name, {}).get(axis), Partial)]
     if partial:
         text += " grad P" if len(plan.sizes) == 1 else f" grad P({','.join(partial)})"
@@ -196,10 +196,12 @@ def _summary(plan: ShardingPlan, tokens: int, width: int, dp: int) -> list[str]:
     for axis, buckets in by_axis.items():
         names = list(dict.fromkeys(name for parameters, _ in buckets for name in parameters))
         everything = len(names) + sum(len(group) - 1 for group in plan.tied) == len(plan.parameters)
+        everything = everything or (axis == "dp" and plan.ep_size > 1)
         leaves = dict.fromkeys(
             ".".join(name.removesuffix(".weight").split(".")[-2 if ".bias" in name else -1 :]) for name in names
         )
-        text = "all parameters" if everything else listed(leaves, 8)
+        whole = "all parameters" if plan.ep_size == 1 else "all parameters but experts"
+        text = whole if everything else listed(leaves, 8)
         count = f"{len(buckets)} bucket{'s' * (len(buckets) > 1)}"
         lines.append(f"gradient sums over {axis}: {count}, {size(sum(b for _, b in buckets))}: {text}")
     lines.append("; ".join([f"embedding: {_embedding(plan)}", f"loss: {_loss(plan)}"]))

@@ -50,7 +50,12 @@ def held_parts(plan: ShardingPlan, contract: Contract, name: str) -> list[tuple[
     shape = plan.parameters[f"{contract.fqn}.{name}" if contract.fqn else name]
     sections = contract.sections.get(name)
     if not sections:
-        return [(prod(_cut(shape, contract.params[name], plan.sizes)), contract.param_grad.get(name, {}))]
+        return [
+            (
+                prod(_cut(shape, contract.params[name], {**plan.sizes, "ep": plan.ep_size})),
+                contract.param_grad.get(name, {}),
+            )
+        ]
     parts = []
     for section in sections:
         whole = tuple(section.size if dim == section.dim % len(shape) else size for dim, size in enumerate(shape))
@@ -124,9 +129,12 @@ def _handed(
 
 
 def gradient_sums(plan: ShardingPlan, bytes_per_element: int, dp: int = 1) -> list[GradientSum]:
-    """The all-reduces at the end of a backward in which every parameter gets a gradient; over dp too where the core sums there."""
+    """The all-reduces at the end of a backward in which every parameter gets a gradient; over dp too where the core sums there,
+    and over edp for experts."""
     later = {name for group in plan.tied for name in group[1:]}
-    members: dict[str, list[tuple[str, int]]] = {axis: [] for axis in (*(("dp",) if dp > 1 else ()), *plan.sizes)}
+    experts = dp * prod(plan.sizes.values()) > plan.ep_size > 1
+    axes = (*(("dp",) if dp > 1 else ()), *plan.sizes, *(("edp",) if experts else ()))
+    members: dict[str, list[tuple[str, int]]] = {axis: [] for axis in axes}
     for contract in plan.boundaries:
         for name in contract.params:
             fqn = f"{contract.fqn}.{name}" if contract.fqn else name
@@ -134,7 +142,8 @@ def gradient_sums(plan: ShardingPlan, bytes_per_element: int, dp: int = 1) -> li
                 continue
             for elements, grad in held_parts(plan, contract, name):
                 for axis, of_axis in members.items():
-                    if axis == "dp" or isinstance(grad.get(axis), Partial):
+                    of_data = axis == ("edp" if "ep" in contract.params[name] else "dp")
+                    if of_data or isinstance(grad.get(axis), Partial):
                         of_axis.append((fqn, elements))
     return [
         GradientSum(axis, tuple(dict.fromkeys(n for n, _ in bucket)), sum(e + 1 for _, e in bucket) * bytes_per_element)
