@@ -77,7 +77,7 @@ def all_gather(x: Tensor, dim: int, mesh: DeviceMesh | AxisGroup, size: int | No
     x = _pad(x, dim, chunk).contiguous()
     out = _wait(_ops.all_gather_into_tensor(x, group.ranks, group.name))
     shape = (*x.shape[:dim], chunk * group.ranks, *x.shape[dim + 1 :])
-    out = out.view(group.ranks, *x.shape).movedim(0, dim).reshape(shape)
+    out = out.view(group.ranks, *x.shape).movedim(0, dim).reshape(shape).contiguous()  # shards of length 1 join as a view
     return out if whole == shape[dim] else out.narrow(dim, 0, whole).contiguous()
 
 

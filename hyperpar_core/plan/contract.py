@@ -12,7 +12,7 @@ from ..placement import Layout, SharedShard, format_layout, format_placement, pa
 from .names import nearest
 from .yaml_files import plain_data, refuse_unknown_keys, shown
 
-__all__ = ["Contract"]
+__all__ = ["Contract", "callable_name", "parse_layouts"]
 
 _LAYOUTS = ("params", "param_use", "param_grad", "in_src", "in_dst", "in_grad", "out_src", "out_dst")
 
@@ -76,7 +76,7 @@ class Contract:
             if f.name in _LAYOUTS:
                 value = {name: format_layout(layout) for name, layout in value.items()}
             elif f.name in ("inner_wrapper", "local_compute_fn") and callable(value):
-                value = f"<callable {getattr(value, '__module__', '?')}:{getattr(value, '__qualname__', value)}>"
+                value = f"<callable {callable_name(value)}>"
             elif f.name == "inner_out_src" and isinstance(value, Mapping):
                 nested = any(isinstance(v, Mapping) for v in value.values())
                 value = {n: format_layout(v) for n, v in value.items()} if nested else format_layout(value)
@@ -98,6 +98,12 @@ class Contract:
         where = f"{where} ({data['fqn']})"
         refuse_unknown_keys(data, {f.name for f in fields(cls)}, where)
         return cls(**{name: _read(name, value, f"{where}.{name}") for name, value in data.items()})
+
+
+def callable_name(value: Any) -> str:
+    """`module:qualname`, of the object's class where it has none itself: the same on every rank."""
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def _read(name: str, value: Any, where: str) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 from ..descriptors import InnerWrapper, LocalComputeFactory, ModelFamily
 from ..errors import OverrideError, PlanError
 from ..plugins import check_factory, get_registry
-from .contract import Contract
+from .contract import Contract, callable_name
 from .names import fold_names, listed, nearest
 
 __all__ = ["check_injection", "completed", "provided", "require_wrappers"]
@@ -86,7 +86,7 @@ def check_injection(contract: Contract, module: nn.Module, sizes: Mapping[str, i
                 f"{fqn}: a callable needs region_dispatch: false if it communicates or runs custom kernels, true if it has"
                 " ordinary operators only."
             )
-    text = named if isinstance(named, str) else getattr(named, "__qualname__", repr(named))
+    text = named if isinstance(named, str) else callable_name(named)
     check_factory(factory, contract.options, f"{fqn}: {text}")
 
 

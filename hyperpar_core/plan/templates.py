@@ -368,9 +368,10 @@ def _cut_block(
         owner, leaf = module.get_submodule(path), path.rpartition(".")[2]
         if isinstance(owner, nn.Linear) and leaf in COLWISE | ROWWISE:
             shared[name] = "colwise" if leaf in COLWISE else "rowwise"
-        elif ctx.roles.get(f"{fqn}.{name}") != "moe_gate" and name not in experts:
-            if not (isinstance(owner, nn.Linear) and owner.out_features == 1):  # a gate of a shared expert scales summands
-                return False
+            continue
+        scales = isinstance(owner, nn.Linear) and owner.out_features == 1  # the gate of a shared expert
+        if not (scales or name in experts or ctx.roles.get(f"{fqn}.{name}") == "moe_gate"):
+            return False
     for name, cut in cuts.items():
         assert cut is not None
         held.params[name], use, sections = cut

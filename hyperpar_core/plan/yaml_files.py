@@ -41,12 +41,14 @@ class _Loader(_Safe):  # type: ignore[misc]
 def _check_events(text: str) -> None:
     """No aliases (a small file could expand without end), and no deep nesting (loading recurses)."""
     depth = 0
-    for event in yaml.parse(text, Loader=_Safe):
+    events: Any = yaml.parse(text, Loader=_Safe)
+    for event in events:
+        mark: Any = event.start_mark
         if isinstance(event, yaml.AliasEvent):
-            raise OverrideError(f"line {event.start_mark.line + 1}: YAML aliases aren't read; write the value out.")
+            raise OverrideError(f"line {mark.line + 1}: YAML aliases aren't read; write the value out.")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _MAX_DEPTH:
-            raise OverrideError(f"line {event.start_mark.line + 1}: nested more than {_MAX_DEPTH} levels deep.")
+            raise OverrideError(f"line {mark.line + 1}: nested more than {_MAX_DEPTH} levels deep.")
 
 
 def load_mapping(source: str | Path, what: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Shard
 from ..collectives.transition import transitions
 from ..errors import PlanError
 from ..placement import Layout, Placement, format_placement, short
-from ..plan.contract import Contract
+from ..plan.contract import Contract, callable_name
 from ..plan.names import fold_names, listed, nearest
 from ..plan.sharding_plan import ShardingPlan
 from .tables import align, fold, size
@@ -174,7 +174,7 @@ def _inside(contract: Contract) -> str:
 
 
 def _name(value: Any) -> str:
-    return value if isinstance(value, str) else getattr(value, "__qualname__", repr(value))
+    return value if isinstance(value, str) else callable_name(value)
 
 
 def _collectives(plan: ShardingPlan, moved: Sequence[Movement]) -> str:

@@ -233,7 +233,7 @@ def simulate(op, parts, i, sizes, src, dst):
 AXES = ("cp", "tp")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data(), st.tuples(st.integers(1, 3), st.integers(1, 4)), st.tuples(*[st.integers(0, 7)] * 3))
 def test_steps_over_two_axes_carry_the_value_forward_and_the_gradient_back(data, sizes, shape):
     src = {axis: data.draw(placements(), label=f"src {axis}") for axis in AXES}

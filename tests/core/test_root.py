@@ -152,7 +152,7 @@ def extra_outputs(form, declared):
 def test_an_output_that_the_contract_doesnt_declare_is_refused_with_its_name(form):
     for kind, text in pool(2).run(extra_outputs, form, False):
         assert kind == "ApplyError" and "mlp.mlp" in text
-        assert {"tuple": "'output 1'", "dict": "'gate'", "list": "list"}[form] in text
+        assert {"tuple": "'output 1'", "dict": "'gate'", "list": "'output 1'"}[form] in text
 
 
 @pytest.mark.parametrize("form", ["tuple", "dict"])

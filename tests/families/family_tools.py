@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard
-from transformers import AutoModelForCausalLM
 
 from hyperpar_core import ShardingPlan, apply_plan, build_plan, make_mesh
 from hyperpar_core.errors import HyperparError, Refused
@@ -133,17 +132,18 @@ def _round_trip(model: Any, plan: ShardingPlan, mesh: Any, saved: bool) -> str:
     """What isn't bitwise as before: in full_parameters, the state_dict, a saved folder, or after undo. "" for nothing."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    kind = type(model)
     applied = apply_plan(model, plan, mesh)
     if list(applied.full_parameters()) != parameters:
         return "full_parameters: other names, or another order"
     problem = _unlike(before, applied.full_state_dict(), "full_state_dict")
     if saved and not problem:
-        problem = _saved(applied, before)
+        problem = _saved(applied, before, kind)
     applied.undo()
     return problem or _unlike(before, model.state_dict(), "the state_dict after undo")
 
 
-def _saved(applied: Any, before: Mapping[str, torch.Tensor]) -> str:
+def _saved(applied: Any, before: Mapping[str, torch.Tensor], kind: Any) -> str:
     """What the folder lacks, found by the first rank and told to all."""
     folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folders, 0)
@@ -151,7 +151,7 @@ def _saved(applied: Any, before: Mapping[str, torch.Tensor]) -> str:
     found = [""]
     if dist.get_rank() == 0:
         try:
-            found = [_loaded(folders[0], before)]
+            found = [_loaded(folders[0], before, kind)]
         except Exception as error:
             found = [f"the saved folder: {type(error).__name__}: {error}"]
         shutil.rmtree(folders[0])
@@ -159,9 +159,9 @@ def _saved(applied: Any, before: Mapping[str, torch.Tensor]) -> str:
     return found[0]
 
 
-def _loaded(folder: str, before: Mapping[str, torch.Tensor]) -> str:
+def _loaded(folder: str, before: Mapping[str, torch.Tensor], kind: Any) -> str:
     dtype = next(iter(before.values())).dtype
-    loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    loaded, info = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     if any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
         return f"the saved folder: {info}"
     return _unlike(before, loaded.state_dict(), "the saved folder")

@@ -5,7 +5,9 @@ from functools import cache
 import pytest
 from family_tools import Job, ranks_of, run_jobs
 
-from hyperpar_core.testing import pool
+from hyperpar_core import build_plan
+from hyperpar_core.errors import Refused
+from hyperpar_core.testing import pool, tiny_model
 
 VARIANTS = {
     "llama with biases: row-wise ones count once": Job("llama", "tp2 SP", {"attention_bias": True, "mlp_bias": True}),
@@ -78,10 +80,6 @@ def test_a_variant_is_equal_to_one_process(name):
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_cannot_be_split_is_refused_with_the_number_and_leaves_the_model_alone(name):
-    from hyperpar_core import build_plan
-    from hyperpar_core.errors import Refused
-    from hyperpar_core.testing import tiny_model
-
     family, sizes, config, cause = REFUSALS[name]
     model = tiny_model(family, **config)
     before = dict(model.named_parameters())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import yaml
@@ -243,6 +245,12 @@ def test_a_callable_needs_region_dispatch_and_stands_in_no_file(meta):
         Overrides((Override(**entry),)).to_yaml()
     with pytest.raises(OverrideError, match="a Python callable, which a file can't carry"):
         ShardingPlan.from_yaml(made.to_yaml())
+
+
+def test_a_callable_object_has_a_name_without_an_address(meta):
+    entry = {"match": MLP, "local_compute_fn": functools.partial(own_compute, factor=3), "region_dispatch": True}
+    data = plan(meta("llama"), entry).boundary(MLP).to_data()
+    assert data["local_compute_fn"] == "<callable functools:partial>"
 
 
 def test_yaml_names_code_of_trusted_modules_only(meta, monkeypatch, tmp_path):

@@ -95,7 +95,7 @@ def test_an_output_that_is_declared_whole_and_is_partial_is_named_as_the_first_p
     where, what, says = report.text().splitlines()[-3:]
     assert where.startswith("  first part: forward of model.layers.1.mlp (")
     assert what.startswith("    output  relative difference ")
-    assert says == "    contract says that the compute yields output replicate over tp"
+    assert says == "    contract says that the compute yields output replicate"
 
 
 def test_an_input_gradient_that_is_declared_whole_and_is_partial_is_named_as_the_first_part(ranks2):

@@ -101,8 +101,9 @@ def on_ranks(group, form, tensors, mask, scale, softcap=None, with_sinks=False, 
 
 
 def differences(ours, theirs):
-    """The largest difference of each pair, relative to the reference's largest value."""
-    return [((a.double() - b).abs().max() / b.abs().max().clamp_min(1e-30)).item() for a, b in zip(ours, theirs, strict=True)]
+    """The largest difference of each pair, relative to the reference's largest value, or to a tenth of the largest of all."""
+    floor = 0.1 * max(b.abs().max() for b in theirs)  # what is zero but for rounding has no scale of its own
+    return [((a.double() - b).abs().max() / b.abs().max().clamp_min(floor)).item() for a, b in zip(ours, theirs, strict=True)]
 
 
 def root_mean_squares(ours, theirs):
