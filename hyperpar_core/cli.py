@@ -60,6 +60,9 @@ def plan(
     overrides: OverrideFile = None,
     world: Annotated[int | None, typer.Option(min=1, help="ranks in all", show_default=False)] = None,
     as_json: Json = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="prove every placement over fake ranks; exit code 1 if one is wrong")
+    ] = False,
     write_overrides: Annotated[
         Path | None, typer.Option(help="write what the model's family suggests for cp and ep, and plan with it")
     ] = None,
@@ -71,7 +74,7 @@ def plan(
     if write_overrides is not None and write_overrides.exists():
         _usage(f"{write_overrides} exists already")
     with _reported():
-        from . import Overrides, build_plan, explain, suggest_overrides
+        from . import Overrides, build_plan, check_plan, explain, suggest_overrides
         from .testing.models import meta_model
 
         sizes = {"dp": dp, "cp": cp, "tp": tp}
@@ -87,6 +90,11 @@ def plan(
             built, sizes, overrides=Overrides(entries), ep_size=ep, sequence_parallel=sp, loss_parallel=loss_parallel
         )
         typer.echo(json.dumps(made.to_data(), indent=1) if as_json else explain(made, dp=dp))
+        if not check:
+            return
+        report = check_plan(made, built, world_size=dp * cp * tp)
+        typer.echo(f"check: {report.text()}", err=as_json)  # with --json, stdout is the plan
+    raise typer.Exit(0 if report.ok else DIFFERENT)
 
 
 @app.command()

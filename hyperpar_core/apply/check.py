@@ -154,11 +154,16 @@ def _fake_copy(model: nn.Module) -> nn.Module:
     """The model with fake tensors on the CPU; call it inside FakeTensorMode. Tied parameters stay tied."""
     memo: dict[int, object] = {}
     for parameter in model.parameters():
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        # Placements don't depend on the dtype, and some fake kernels know bfloat16 only.
+        dtype = torch.bfloat16 if parameter.is_floating_point() else parameter.dtype
+        empty = torch.empty(parameter.shape, dtype=dtype, device="cpu")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
-    return copy.deepcopy(model, memo)
+    fake: Any = copy.deepcopy(model, memo)
+    if getattr(fake, "_can_set_experts_implementation", bool)():  # the others need to know which token goes where
+        fake.set_experts_implementation("batched_mm")
+    return fake  # type: ignore[no-any-return]
 
 
 def _step(model: nn.Module, batch: int, tokens: int) -> None:

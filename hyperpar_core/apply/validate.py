@@ -78,6 +78,21 @@ def register_attention() -> None:
     _registered = True
 
 
+@contextmanager
+def plain_is_replicated() -> Iterator[None]:
+    """torch's implicit_replication, which can stand inside itself."""
+    dispatcher = DTensor._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    with implicit_replication():
+        yield
+    dispatcher._allow_implicit_replication = before
+
+
+def _in_backward(running: bool) -> None:
+    """The same for the operators of a region's backward, from the gradient of its output to that of its input."""
+    DTensor._op_dispatcher._allow_implicit_replication = running
+
+
 def _differences(
     have: tuple[Placement, ...], declared: tuple[Placement, ...], axes: tuple[str, ...], ndim: int
 ) -> list[str]:
@@ -116,6 +131,8 @@ class Validation:
         self.nested = True
         declared = layout_on(self.contract.in_src[name], self.axes)
         self._compare(f"input {name!r}", x.placements, declared, "in_src", x.ndim)
+        if x.requires_grad:  # past this region, the backward is the outer one's again
+            x.register_hook(lambda g: _in_backward(True))
         return x.to_local(grad_placements=tuple(gradient_placement(p) for p in self._settled(declared, x.ndim)))
 
     def depart(self, name: str, x: Tensor) -> Tensor:
@@ -130,7 +147,7 @@ class Validation:
         if not self.dispatch:
             yield
             return
-        with implicit_replication():
+        with plain_is_replicated():
             yield
 
     def others(self, args: Any) -> Any:
@@ -147,9 +164,12 @@ class Validation:
         wrapped = self._wrapped(x, self.contract.in_dst[name], grad)
         if wrapped.requires_grad:
             declared = layout_on(grad, self.axes)
-            wrapped.register_hook(
-                lambda g: self._compare(f"gradient of input {name!r}", g.placements, declared, "in_grad", g.ndim)
-            )
+
+            def look(g: DTensor) -> None:
+                _in_backward(False)
+                self._compare(f"gradient of input {name!r}", g.placements, declared, "in_grad", g.ndim)
+
+            wrapped.register_hook(look)
         return wrapped
 
     def leave(self, name: str, x: Tensor) -> Tensor:
@@ -160,6 +180,8 @@ class Validation:
         if not isinstance(x, DTensor):
             x = self._wrapped(x, {}, None)
         self._compare(f"output {name!r}", x.placements, declared, "out_src", x.ndim)
+        if x.requires_grad:
+            x.register_hook(lambda g: _in_backward(True))
         return x.to_local(grad_placements=tuple(gradient_placement(p) for p in self._settled(declared, x.ndim)))
 
     # details

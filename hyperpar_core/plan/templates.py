@@ -156,9 +156,10 @@ def _attention(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str
             counts.update({a: shared for a in KV_GROUPS if isinstance(getattr(module, a, None), int)})
         held.divide.update(counts)
     x = first_argument(module)
+    residual, residual_grad = _residual(ctx, module)
     return Contract(
         fqn, "attention", **vars(held),
-        in_src={x: ctx.hidden()}, in_dst={x: ctx.layout()},
+        in_src={x: ctx.hidden(), **residual}, in_dst={x: ctx.layout(), **residual}, in_grad=residual_grad,
         out_src={"output": _sums(ctx, fqn, owned), "attn_weights": {"tp": Shard(1)} if ctx.tp > 1 else {}},
         out_dst={"output": ctx.hidden(), "attn_weights": {}},
         out_names=("output", "attn_weights"), features=_features(owned, x, module),
@@ -169,6 +170,13 @@ def _sums(ctx: PlanContext, fqn: str, owned: Mapping[str, nn.Parameter]) -> dict
     """What a block yields: summands where it owns its row-wise projection, else what that projection's own boundary made of them."""
     rowwise = any(ctx.roles.get(f"{fqn}.{name}") == "rowwise" for name in owned)
     return ctx.layout(Partial()) if rowwise else ctx.hidden()
+
+
+def _residual(ctx: PlanContext, module: nn.Module) -> tuple[dict[str, Layout], dict[str, Layout]]:
+    """(layouts, gradients' layouts) of a residual that a block takes and adds to its whole sums: it passes as it is."""
+    if "residual" not in inspect.signature(type(module).forward).parameters:
+        return {}, {}
+    return {"residual": ctx.hidden()}, {"residual": {"tp": Shard(1) if ctx.sequence_parallel else Replicate()}}
 
 
 def _split_heads(
@@ -251,9 +259,10 @@ def _mlp(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.P
     held = _parameters(ctx, fqn, module, owned)
     _split_features(ctx, fqn, held, owned)
     x = first_argument(module)
+    residual, residual_grad = _residual(ctx, module)
     return Contract(
         fqn, "mlp", **vars(held),
-        in_src={x: ctx.hidden()}, in_dst={x: ctx.layout()},
+        in_src={x: ctx.hidden(), **residual}, in_dst={x: ctx.layout(), **residual}, in_grad=residual_grad,
         out_src={"output": _sums(ctx, fqn, owned)}, out_dst={"output": ctx.hidden()},
         features=_features(owned, x, module),
     )  # fmt: skip
@@ -343,6 +352,7 @@ def _moe_mlp(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, 
         fqn, "moe_mlp", **vars(held), in_src={x: ctx.hidden()}, in_dst={x: inside},
         out_src={"output": yields, "router_scores": {}}, out_dst={"output": ctx.hidden(), "router_scores": {}},
         out_names=("output", "router_scores"), features=_features(owned, x, module),
+        region_dispatch=False,  # which rows meet which expert is data: DTensor has no placements for that
     )  # fmt: skip
 
 

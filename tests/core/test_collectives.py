@@ -244,7 +244,9 @@ def test_steps_over_two_axes_carry_the_value_forward_and_the_gradient_back(data,
             grad[axis] = data.draw(placements("RP"), label=f"grad {axis}")
     try:
         steps = transitions(src, dst, grad, AXES)
-    except PlanError:
+    except PlanError:  # never on the way to whole tensors, nor from them
+        assert not all(isinstance(dst[axis], Replicate) for axis in AXES)
+        assert not all(isinstance(src[axis], Replicate) for axis in AXES)
         return
     x, gradient = whole_numbers(shape, torch.float64, 1), whole_numbers(shape, torch.float64, 2)
     parts = lay(x, src, AXES, sizes)
@@ -280,6 +282,21 @@ def test_no_table_row_leaves_a_gradient_partial_unless_the_tensor_was_replicated
 def test_a_reduction_that_isnt_a_sum_has_no_transition(placement):
     with pytest.raises(PlanError, match="only sums"):
         transitions({"tp": placement}, {"tp": R}, {}, ("tp",))
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "order"),
+    [
+        ({"cp": S(1), "tp": S(1)}, {}, "tp cp"),
+        ({}, {"cp": S(1), "tp": S(1)}, "cp tp"),
+        ({"cp": S(1), "tp": S(1)}, {"cp": S(1)}, "tp"),
+        ({"cp": S(1), "tp": P}, {"cp": S(1), "tp": S(1)}, "tp"),
+        ({"cp": P, "tp": P}, {"cp": S(1), "tp": S(1)}, "cp tp"),
+        ({"cp": S(2), "tp": S(1)}, {"cp": S(2)}, "tp"),
+    ],
+)
+def test_cuts_run_from_the_outer_axis_in_and_gathers_from_the_inner_one_out(src, dst, order):
+    assert " ".join(step.axis for step in transitions(src, dst, {}, AXES)) == order
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ def _jobs():
         if name in WITHOUT_SP:
             mode, plain = NO_SP[plain % 2], plain + 1
         else:
-            # four ranks for every fifth family: they take their time on two cores
-            mode, modes = (SP[2 + modes // 5 % 2] if modes % 5 == 4 else SP[modes % 2]), modes + 1
+            # four ranks for every eighth family: they take their time on two cores
+            mode, modes = (SP[2 + modes // 8 % 2] if modes % 8 == 7 else SP[modes % 2]), modes + 1
             if mode == "tp4 SP" and name in NOT_AT_TP4:
                 mode = "tp2 SP"
         jobs[name] = Job(name, mode, saved=True)

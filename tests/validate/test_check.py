@@ -13,6 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hyperpar_core import ShardingPlan, build_plan, check_plan
+from hyperpar_core.errors import Refused
+from hyperpar_core.plugins import get_registry
 from hyperpar_core.testing.zoo import tiny_config, tiny_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "olmo2", "gemma2")
@@ -29,6 +31,21 @@ def _with(plan: ShardingPlan, fqn: str, **fields: Any) -> ShardingPlan:
 def test_a_plan_that_parity_accepts_passes(family: str, options: dict[str, Any]) -> None:
     model = tiny_model(family)
     report = check_plan(build_plan(model, {"tp": 2}, **options), model, world_size=8)
+    assert report.ok, report.text()
+
+
+@pytest.mark.parametrize("family", sorted({f.name for f, _ in get_registry().families()} - set(FAMILIES)))
+def test_every_family_that_can_be_planned_passes(family: str) -> None:
+    model = tiny_model(family)
+    try:
+        plan = build_plan(model, {"tp": 2})
+    except Refused:
+        try:
+            plan = build_plan(model, {"tp": 2}, sequence_parallel=False)
+        except Refused as refusal:
+            assert family in str(refusal)
+            return
+    report = check_plan(plan, model)
     assert report.ok, report.text()
 
 

@@ -71,6 +71,20 @@ def test_json_is_the_plan_and_diff_reads_it(config, tmp_path):
     assert run("diff", tmp_path / "a.json", tmp_path / "bad.yaml").exit_code == REFUSED
 
 
+def test_check_proves_the_plan_over_fake_ranks_and_says_what_is_wrong(config, tmp_path):
+    result = run("plan", config, "--tp", 2, "--world", 8, "--check")
+    assert result.exit_code == DONE
+    assert "check: every placement is as declared, forward and backward, on 8 fake ranks" in result.output
+    file = tmp_path / "overrides.yaml"
+    entry = {
+        "match": "model.layers.1.mlp",
+        "params": {n: {"tp": "shard(0)"} for n in ("gate_proj.weight", "up_proj.weight", "down_proj.weight")},
+    }
+    file.write_text(yaml.safe_dump({"version": 1, "plan_overrides": [entry]}))
+    result = run("plan", config, "--tp", 2, "--overrides", file, "--check")
+    assert result.exit_code == DIFFERENT and "check: model.layers.1.mlp: output 'output' is" in result.output
+
+
 def test_overrides_are_read_and_a_bad_file_is_refused(config, tmp_path):
     file = tmp_path / "overrides.yaml"
     file.write_text(yaml.safe_dump({"version": 1, "plan_overrides": [{"match": "*.mlp", "lowerer": "default"}]}))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from hyperpar_core.descriptors import Limit
 
 from .refused import REFUSED
-from .rules import EXPERTS, GATED, LATENT, LLAMA, QKVO, after_sum, family, no_sp, roles, unless
+from .rules import EXPERTS, GATED, LATENT, LATENT_ATTENTION, LLAMA, QKVO, after_sum, family, no_sp, roles, unless
 
 __all__ = ["FAMILIES"]
 
 SHARDED_QK_NORMS = {"*.self_attn.q_norm": "sharded_norm", "*.self_attn.k_norm": "sharded_norm"}
 FC12 = roles(colwise="fc1", rowwise="fc2")
 POSITIONS = roles(replicated="wpe embed_positions positions_embed")
+# DTensor sums the gradients of xIELU's parameters inside its backward already, production at the end: a black box to validate mode.
+XIELU_MLP = {"*.mlp": {"region_dispatch": False}}
 XIELU = roles(replicated=".act_fn.alpha_p .act_fn.alpha_n")
 FUSED_GATE = {**QKVO, **roles(packed="gate_up_proj", rowwise="down_proj")}
 GPT2 = {**roles(packed="c_attn", colwise="c_fc", rowwise="c_proj"), **POSITIONS}
@@ -42,6 +44,7 @@ FAMILIES = (
         },
         {
             "*.embed_tokens_per_layer": "embed",
+            "*.experts": {"template": "replicated", "region_dispatch": False},
             "*.router": {
                 "template": "replicated", "out_names": ["scores", "weights", "experts"],
                 "out_src": {"scores": {}, "weights": {}, "experts": {}},
@@ -90,8 +93,8 @@ FAMILIES = (
             ),
         ),
     ),
-    family("apertus", "xIELU, which has parameters; norms on queries and keys", {**LLAMA, **XIELU}),
-    family("apertus1p5_text", "as apertus", {**LLAMA, **XIELU}, window=True),
+    family("apertus", "xIELU, which has parameters; norms on queries and keys", {**LLAMA, **XIELU}, XIELU_MLP),
+    family("apertus1p5_text", "as apertus", {**LLAMA, **XIELU}, XIELU_MLP, window=True),
     family(
         "nanochat", "norms without parameters, soft-capped logits", {**QKVO, **FC12},
         limits=(no_sp("its final norm also runs in front of the layers, on whole sequences."),),
@@ -102,11 +105,11 @@ FAMILIES = (
     ),
     family("phi", "attention and MLP side by side, biases", {**roles(colwise="q_proj k_proj v_proj", rowwise="dense"), **FC12}),
     # latent attention
-    family("minicpm3", "latent attention, scaled residuals", LATENT),
-    family("youtu", "latent attention", LATENT),
-    family("deepseek_v2", "latent attention, experts", {**LATENT, **EXPERTS}, archetype="experts_dispatch"),
+    family("minicpm3", "latent attention, scaled residuals", LATENT, LATENT_ATTENTION),
+    family("youtu", "latent attention", LATENT, LATENT_ATTENTION),
+    family("deepseek_v2", "latent attention, experts", {**LATENT, **EXPERTS}, LATENT_ATTENTION, archetype="experts_dispatch"),
     family(
-        "deepseek_v3", "latent attention, group-limited experts", {**LATENT, **EXPERTS},
+        "deepseek_v3", "latent attention, group-limited experts", {**LATENT, **EXPERTS}, LATENT_ATTENTION,
         archetype="deepseekv3_sigmoid_group_shared",
     ),
     # fused projections
@@ -159,7 +162,8 @@ FAMILIES = (
     family(
         "gpt_neo", "local and global layers, learned positions",
         {**roles(colwise="q_proj k_proj v_proj c_fc", rowwise="out_proj c_proj"), **POSITIONS},
-        after_sum("attention.out_proj", "mlp.c_proj"), attention=None,
+        # A mask in a buffer: a black box to validate mode.
+        {"*.attn.attention": {"region_dispatch": False}, **after_sum("attention.out_proj", "mlp.c_proj")}, attention=None,
     ),
     family("gpt_neox", "QKV fused head by head, attention and MLP side by side", NEOX, attention="attention"),
     family("persimmon", "QKV fused head by head, norms on queries and keys", NEOX),

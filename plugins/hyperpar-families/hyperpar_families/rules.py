@@ -7,7 +7,7 @@ from typing import Any
 
 from hyperpar_core.descriptors import Limit, ModelFamily
 
-__all__ = ["EXPERTS", "GATED", "LATENT", "LLAMA", "QKVO", "after_sum", "family", "no_cp", "no_sp", "roles", "unless"]
+__all__ = ["EXPERTS", "GATED", "LATENT", "LATENT_ATTENTION", "LLAMA", "QKVO", "after_sum", "family", "no_cp", "no_sp", "roles", "unless"]
 
 
 def roles(**names: str) -> dict[str, str]:
@@ -30,6 +30,8 @@ LATENT = {
         replicated="q_a_proj q_a_layernorm kv_a_proj_with_mqa kv_a_layernorm", colwise="q_b_proj kv_b_proj", rowwise="o_proj"
     ),
 }
+# It fills its keys in place, which DTensor can't follow: a black box to validate mode.
+LATENT_ATTENTION = {"*.self_attn": {"region_dispatch": False}}
 # A router, stacked experts, and experts that every token passes: tp ranks share the tokens of such a block.
 EXPERTS = {"*.mlp.gate.*": "moe_gate", "*.mlp.experts.*": "moe_expert", "*.mlp.shared_expert*": "shared_expert"}
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyperpar_core import original_forward
@@ -56,12 +57,18 @@ class DispatchedExperts:
                 f"{self.fqn}: the block calls its experts with {', '.join(given)}, and expert parallelism knows how to send"
                 f" {', '.join(self.names)} only."
             )
+        hidden: Tensor
+        indices: Tensor
+        weights: Tensor
         hidden, indices, weights = (given[name] for name in self.names)
         if indices.ndim != 2 or indices.shape != weights.shape:
             raise ApplyError(
                 f"{self.fqn}: the experts get indices {list(indices.shape)} and weights {list(weights.shape)}; needed: [tokens, k] both."
             )
         x = hidden.reshape(-1, hidden.shape[-1])
+        if isinstance(x, FakeTensor):  # the offline check: shapes alone can't say how many rows travel
+            x = x * weights.sum(1, keepdim=True).to(x.dtype) + _nothing(module).to(x.dtype)
+            return x.reshape(hidden.shape)
         return self.dispatch(partial(_local_experts, module), x, indices, weights).reshape(hidden.shape)
 
 
@@ -69,9 +76,13 @@ def _local_experts(module: nn.Module, x_NH: Tensor, expert_N1: Tensor, weight_N1
     """The experts' own forward on this rank's experts. Without a token their gradients are zero, not missing."""
     if len(x_NH):
         return original_forward(module, x_NH, expert_N1, weight_N1)  # type: ignore[no-any-return]
+    return x_NH * weight_N1.to(x_NH.dtype) + _nothing(module).to(x_NH.dtype)
+
+
+def _nothing(module: nn.Module) -> Tensor:
+    """0, by way of every parameter of the experts."""
     weights = [getattr(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
-    nothing = torch.stack([weight.flatten()[:0].sum() for weight in weights]).sum()
-    return x_NH * weight_N1.to(x_NH.dtype) + nothing.to(x_NH.dtype)
+    return torch.stack([weight.flatten()[:0].sum() for weight in weights]).sum()
 
 
 @dataclass(frozen=True)

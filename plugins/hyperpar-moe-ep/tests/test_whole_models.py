@@ -6,16 +6,26 @@ import pytest
 import torch
 from moe_tools import assert_equal
 
-from hyperpar_core import apply_plan, build_plan, make_mesh, suggest_overrides
+from hyperpar_core import apply_plan, build_plan, check_plan, make_mesh, suggest_overrides
 from hyperpar_core.testing import pool, tiny_batch, tiny_model
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss"]
+OTHERS = [
+    "flex_olmo", "mellum", "cohere2_moe", "phimoe", "granitemoe", "granitemoeshared", "granitemoe_swa", "minimax_m2",
+    "ernie4_5_moe", "flint", "aria_text", "hunyuan_v1_moe", "hy_v3", "kolibri1", "dots1", "exaone_moe", "solar_open",
+    "sarvam_moe", "glm4_moe_lite", "sarvam_mla", "axk1", "deepseek_v2",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("degrees", [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2}], ids=str)
 def test_two_ranks_compute_what_one_does(family, degrees):
     assert_equal(family, degrees)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_compute_what_one_process_does(family):
+    assert_equal(family, {"tp": 2, "ep": 2})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -89,3 +99,38 @@ def test_experts_that_no_token_chose_anywhere_do_no_harm(implementation):
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": False}], ids=str)
 def test_tp_alone_cuts_the_features_of_experts(family, options):
     assert_equal(family, {"tp": 2}, **options)
+
+
+def in_another_way(way):
+    """The largest relative difference of a gradient (of the logits, for a copy) from one process, under tp2 x ep2."""
+    model = tiny_model("qwen2_moe")
+    single, batch = copy.deepcopy(model), tiny_batch(model, batch=2, seq=16)
+    mesh = make_mesh(tp=2)
+    applied = apply_plan(model, build_plan(model, mesh, ep_size=2, overrides=suggest_overrides(model, mesh, ep_size=2)), mesh)
+    if way == "copied":
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        ours, theirs = (m(batch["input_ids"], use_cache=False).logits for m in (twin, single))
+        return float((ours - theirs).abs().max() / theirs.abs().max())
+    if way == "checkpointed":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if way == "compiled":
+        model.model.layers[-1].mlp.compile(backend="aot_eager")
+    model(**applied.shard_batch(batch), use_cache=False).loss.backward()
+    single(**batch, use_cache=False).loss.backward()
+    ours, floor = applied.full_gradients(), 1e-6 * max(p.grad.abs().max() for p in single.parameters())
+    return max(float((ours[n] - p.grad).abs().max() / max(p.grad.abs().max(), floor)) for n, p in single.named_parameters())
+
+
+@pytest.mark.parametrize("way", ["checkpointed", "compiled", "copied"])
+def test_checkpointed_compiled_and_copied_models_compute_the_same(way):
+    assert max(pool(2).run(in_another_way, way, timeout=100)) < 1e-5
+
+
+@pytest.mark.parametrize(("family", "ep"), [("mixtral", 4), ("gpt_oss", 4), ("qwen2_moe", 1)])
+def test_a_plan_for_a_thousand_ranks_is_checked_offline(family, ep):
+    model, sizes = tiny_model(family), {"dp": 512, "tp": 2}
+    plan = build_plan(model, sizes, ep_size=ep, overrides=suggest_overrides(model, sizes, ep_size=ep))
+    assert not check_plan(plan, model, world_size=1024).problems
