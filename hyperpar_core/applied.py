@@ -117,7 +117,7 @@ class Applied:
 
         Every rank calls it once, before an optimizer is made.
         """
-        self._live()
+        installed = self._live()
         if self.data_parallel != "core":
             raise ApplyError(
                 "fully_shard: data_parallel='external' leaves dp to the caller; call torch's fully_shard yourself."
@@ -127,6 +127,7 @@ class Applied:
         layers = find_structure(self.model).layers
         self._sums.remove()
         fsdp.shard_model(self.model, self.mesh, tuple(self.plan.sizes), layers, options, self.expert_mesh)
+        installed.parameters.clear()  # FSDP holds its own
         self._sharded = True
         return self.model
 

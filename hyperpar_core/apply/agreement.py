@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,7 +55,7 @@ def agree(mesh: DeviceMesh, record: Mapping[str, Any], error: Exception | None =
     rank = dist.get_rank()
     store = c10d._get_default_store()
     turn = _rounds[ranks] = _rounds.get(ranks, 0) + 1
-    prefix = f"hyperpar/{ranks[0]}-{ranks[-1]}-{len(ranks)}/{turn}"
+    prefix = f"hyperpar/{zlib.crc32(repr(ranks).encode()):08x}-{len(ranks)}/{turn}"
     mine = json.loads(json.dumps(dict(record)))
     posted = {"error": f"{type(error).__name__}: {error}"} if error is not None else {"record": mine}
     store.set(f"{prefix}/{rank}", json.dumps(posted))
