@@ -154,9 +154,7 @@ def _fake_copy(model: nn.Module) -> nn.Module:
     """The model with fake tensors on the CPU; call it inside FakeTensorMode. Tied parameters stay tied."""
     memo: dict[int, object] = {}
     for parameter in model.parameters():
-        # Placements don't depend on the dtype, and some fake kernels know bfloat16 only.
-        dtype = torch.bfloat16 if parameter.is_floating_point() else parameter.dtype
-        empty = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
