@@ -1,4 +1,4 @@
-"""Every family in every mode, against one process: `make families`. Writes the tables of docs/families.md.
+"""Every family in every mode, against one process: `make parity`. Writes the tables of docs/families.md.
 
     python tests/families/grid.py                       goes on where it stopped
     python tests/families/grid.py --families phi3,gpt2  these alone
