@@ -145,7 +145,8 @@ class ModelFamily:
 
     matches      model_type names of configs, or `matches(model) -> bool`
     roles        {parameter pattern: role}, one of ROLES; the last pattern that matches wins
-    boundaries   {module pattern: template name, or a mapping with the keys of an override and `template`}
+    boundaries   {module pattern: template name, a mapping with the keys of an override and `template`, or None for no boundary};
+                 "" is the model itself
     handlers     {parameter pattern: name of a special handler}
     facts        what the planner needs to know about the model: {"causal": True, "isolates_documents": True, ...}
     suggestions  {axis: [override entry, ...]}: what to declare for cp and ep; never applied by itself

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 __all__ = ["STATE", "ModuleState", "generated_class", "original_forward", "plain_name", "state_of"]
 
@@ -59,8 +60,33 @@ def _read(module: nn.Module, name: str) -> Any:
     if not state.region.active or not isinstance(parameter, DTensor):
         return parameter
     placements, view = state.local[name]
-    local = parameter.to_local(grad_placements=placements)
+    local = local_part(parameter, placements)
     return local if view is None else view(local)
+
+
+class _LocalPart(torch.autograd.Function):
+    """DTensor.to_local for a parameter; its gradient is labelled in place. torch's own takes twenty times as long to label it."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, placements: tuple[Any, ...]) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.label = DTensorSpec(parameter.device_mesh, placements, tensor_meta=parameter._spec.tensor_meta)
+        local = parameter._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, None]:  # type: ignore[override]
+        if grad is None:
+            return None, None
+        return DTensor(grad.contiguous(), ctx.label, requires_grad=False), None
+
+
+def local_part(parameter: DTensor, placements: tuple[Any, ...]) -> torch.Tensor:
+    """This rank's part of a parameter; `placements` label its gradient. Differentiable."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return parameter.to_local(grad_placements=placements)
+    part: torch.Tensor = _LocalPart.apply(parameter, placements)  # type: ignore[no-untyped-call]
+    return part
 
 
 def _parameter_property(name: str) -> property:

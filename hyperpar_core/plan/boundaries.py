@@ -90,9 +90,11 @@ def find_boundaries(
         elif fqn in routed and "moe_expert" in children.get(fqn, set()):
             template = "moe_mlp"
             moe.append(fqn + ".")
-        elif fqn in structure.layers:
-            pass  # projections that sit in a layer itself are boundaries of their own, below
-        elif "rowwise" in (own := children.get(fqn, set())) and own & {"colwise", "packed"}:
+        elif (
+            fqn not in structure.layers  # projections that sit in a layer itself are boundaries of their own, below
+            and "rowwise" in (own := children.get(fqn, set()))
+            and own & {"colwise", "packed"}
+        ):
             template = "attention" if _looks_like_attention(fqn, module) else "mlp"
         elif any(p is not None for p in module._parameters.values()) and not fqn.startswith(tuple(inner)):
             held = {roles.get(f"{fqn}.{name}" if fqn else name) for name in module._parameters}

@@ -45,7 +45,7 @@ class Merger:
 
     def declared(self, contract: Contract, fields: Mapping[str, Any], owned: Sequence[str]) -> Contract:
         """The contract with the fields that a family declares at it. `owned`: parameters of the boundary, by its own names."""
-        entry = Override(match=contract.fqn, **fields)
+        entry = Override(match=contract.fqn or "*", **fields)
         if not set(entry.when) <= self.active:
             return contract
         return self._merged(contract, entry.written(), f"the family at {contract.fqn}", owned)

@@ -326,6 +326,11 @@ def _sharded_norm(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[
 
 
 def _replicated(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
+    if ctx.sequence_parallel and fqn in ctx.structure.layers:
+        raise Refused(
+            f"{fqn}: a layer of the stack that owns {', '.join(owned)} itself; under sequence parallel they would see a part of the"
+            " sequence.\n  Pass sequence_parallel=False."
+        )
     held = _parameters(ctx, fqn, module, owned)
     x = first_argument(module)
     whole = ctx.layout()

@@ -179,9 +179,15 @@ def _family(descriptor: ModelFamily, where: str) -> None:
     _expect(_mapping_of(descriptor.roles, str), where, "roles", descriptor.roles, "{pattern: role}")
     for pattern, role in descriptor.roles.items():
         _expect(role in ROLES, where, f"role of {pattern!r}", role, f"one of {', '.join(ROLES)}")
-    right = _mapping_of(descriptor.boundaries, str, Mapping)
-    _expect(right, where, "boundaries", descriptor.boundaries, "{pattern: template}")
-    for pattern, boundary in descriptor.boundaries.items():
+    boundaries = descriptor.boundaries  # "" is the model itself
+    right = isinstance(boundaries, Mapping) and all(
+        isinstance(pattern, str) and isinstance(boundary, str | Mapping | None)
+        for pattern, boundary in boundaries.items()
+    )
+    _expect(right, where, "boundaries", boundaries, "{pattern: template}")
+    for pattern, boundary in boundaries.items():
+        if boundary is None:
+            continue
         template = boundary if isinstance(boundary, str) else boundary.get("template", TEMPLATES[0])
         _expect(template in TEMPLATES, where, f"template of {pattern!r}", template, f"one of {', '.join(TEMPLATES)}")
     _expect(_mapping_of(descriptor.handlers, str), where, "handlers", descriptor.handlers, "{pattern: handler name}")

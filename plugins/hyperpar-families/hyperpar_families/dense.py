@@ -208,5 +208,24 @@ FAMILIES = (
         attention=None, isolates_documents=False,
     ),
     family("biogpt", "learned positions, an MLP in the layer itself", OPT, isolates_documents=False),
+    family(
+        "ctrl", "queries, keys and values from three inputs, an MLP that is a bare Sequential",
+        {**roles(colwise="Wq Wk Wv ffn.0", rowwise="multi_head_attention.dense ffn.2")},
+        {
+            "*.multi_head_attention": {
+                "when": "tp", "in_src": {"v": {}, "k": {}, "q": {}}, "in_dst": {"v": {}, "k": {}, "q": {}}
+            },
+        },
+        attention=None, limits=(no_sp("its attention takes three inputs along the sequence."),),
+    ),
+    family(
+        "dory", "weights on the unit sphere, norms over whole widths, layers that run again",
+        {
+            **LLAMA,
+            **roles(colwise=".sqk .s_gate .suv_gate .suv_up", replicated=".lambda_1 .lambda_2"),
+        },
+        {"*.attn_sub_norm": "sharded_norm", "*.ffn_sub_norm": "sharded_norm"}, window=True,
+        limits=(no_sp("its final norm also runs between the layers, some of which run again."),),
+    ),
     *REFUSED,
 )  # fmt: skip
