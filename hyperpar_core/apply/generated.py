@@ -75,7 +75,7 @@ class _LocalPart(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, None]:
         if grad is None:
             return None, None
         return DTensor(grad.contiguous(), ctx.label, requires_grad=False), None
