@@ -22,6 +22,7 @@ from hyperpar_core.testing import Degrees, check_parity, tiny_batch, tiny_model
 PLAIN = {"sequence_parallel": False}
 PARALLEL = {"sequence_parallel": True, "loss_parallel": True}
 MODES = {
+    "dp2": (Degrees(dp=2), "float32"),
     "tp2": (Degrees(tp=2, options=PLAIN), "float32"),
     "tp2 SP": (Degrees(tp=2, options=PARALLEL), "float32"),
     "tp4": (Degrees(tp=4, options=PLAIN), "float32"),

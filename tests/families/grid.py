@@ -106,7 +106,7 @@ def causes(found: dict[str, Outcome]) -> str:
 
 
 def refused() -> str:
-    return "".join(f"- {f.name}: {f.summary.removeprefix('data parallel only: ')}\n" for f in REFUSED)
+    return "".join(f"- {f.name}, {f.summary}\n" for f in REFUSED)
 
 
 if __name__ == "__main__":

@@ -35,11 +35,22 @@ def test_no_model_type_has_two_adapters():
 
 
 @pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.name)
-def test_a_family_that_tp_gets_wrong_is_refused_with_its_cause_and_runs_without_tp(family):
+def test_a_family_that_tp_gets_wrong_is_refused_with_its_cause(family):
     model = tiny_model(family.name)
-    with pytest.raises(Refused, match="tensor parallel") as refusal:
+    with pytest.raises(Refused) as refusal:
         build_plan(model, {"tp": 2}, sequence_parallel=False)
-    assert family.summary.removeprefix("refused under tp: ") in str(refusal.value)
+    assert family.limits[0].cause in str(refusal.value)
+
+
+def test_a_family_without_tp_is_planned_whole_for_data_parallelism_or_refused_there_too():
+    for family in REFUSED:
+        model = tiny_model(family.name)
+        if family.summary.startswith("data parallel only"):
+            (whole,) = (c for c in build_plan(model, {"dp": 2}).boundaries if c.template != "stack")
+            assert (whole.fqn, set(whole.params)) == ("", {n for n, _ in model.named_parameters(remove_duplicate=False)})
+        else:
+            with pytest.raises(Refused):
+                build_plan(model, {"dp": 2})
 
 
 def test_every_refused_family_is_one_of_transformers():
@@ -145,6 +156,15 @@ def test_a_block_that_goes_on_after_its_last_projection_sees_whole_sums():
     assert contracts["transformer.h.0.attn"].divide["c_attn.nf"] == 2
 
 
+def test_a_layer_that_owns_parameters_is_whole_without_sequence_parallel_and_refused_with_it():
+    model = tiny_model("dory")
+    plan = build_plan(model, {"tp": 2}, sequence_parallel=False)
+    layer = next(c for c in plan.boundaries if c.fqn == "model.layers.0")
+    assert (layer.template, set(layer.params)) == ("replicated", {"lambda_1", "lambda_2"})
+    with pytest.raises(Refused, match="sequence_parallel=False"):
+        build_plan(model, {"tp": 2})
+
+
 def test_parameters_that_every_rank_uses_on_its_own_heads_have_partial_gradients():
     plan = build_plan(tiny_model("apertus"), {"tp": 2})
     contracts = {c.fqn: c for c in plan.boundaries}
@@ -155,6 +175,7 @@ def test_parameters_that_every_rank_uses_on_its_own_heads_have_partial_gradients
 
 
 def test_the_adapters_say_which_kinds_of_attention_context_parallel_cannot_take_over():
-    without = {family.name for family in dense.FAMILIES if family.roles and "cp" not in family.suggestions}
-    assert without == {"openai-gpt", "gpt_neo", "bloom", "falcon", "mpt", "xglm"}
+    adapted = [family for family in dense.FAMILIES if family not in REFUSED]
+    without = {family.name for family in adapted if "cp" not in family.suggestions}
+    assert without == {"openai-gpt", "gpt_neo", "bloom", "falcon", "mpt", "xglm", "ctrl"}
     assert all(isinstance(family, ModelFamily) for family in dense.FAMILIES)
