@@ -80,14 +80,14 @@ def test_inside_its_region_a_weight_is_local_and_after_a_failure_it_is_a_dtensor
 
 def failing_getter():
     applied, _, batch = planned("llama", tp=2)
-    before = DTensor.to_local
-    DTensor.to_local = lambda self, **kwargs: self.no_such_attribute
+    before = generated.local_part
+    generated.local_part = lambda parameter, placements: parameter.no_such_attribute
     try:
         step(applied.model, share(applied, batch))
     except RuntimeError as error:
         return type(error).__name__, str(error)
     finally:
-        DTensor.to_local = before
+        generated.local_part = before
     return None
 
 
