@@ -96,14 +96,10 @@ def test_results_come_back_in_the_order_of_the_ranks(ranks2):
     assert ranks2.run(sum_of_ranks, 3, shift=1) == [torch.tensor(5.0)] * 2
 
 
-def test_a_warm_run_takes_milliseconds_in_the_same_processes(ranks2):
+def test_runs_share_the_same_processes(ranks2):
     pids = [pid for pid, _, _ in ranks2.run(who)]
-    best = 1.0
     for _ in range(10):
-        start = time.perf_counter()
         assert [pid for pid, _, _ in ranks2.run(who)] == pids == ranks2.pids
-        best = min(best, time.perf_counter() - start)
-    assert best < 0.05
 
 
 def test_a_failure_shows_every_ranks_traceback_and_exception(ranks2):
