@@ -73,7 +73,9 @@ class InnerWrapper:
 class LocalComputeFactory:
     """Replaces a region's compute outright. `factory(*, module, ...) -> fn(module, *args, **kwargs)`.
 
-    `expects`: attributes that the module must have.
+    `expects`: attributes that the module must have. `traffic`: what the compute itself sends over `needs_axis` in a step, for
+    `explain` and predictions: `traffic(*, contract, shapes, tokens, ranks, width) -> [(direction, collective, bytes), ...]` with the
+    shapes of the boundary's parameters, one rank's tokens, the ranks of the axis and the bytes of an element; None: not known.
     """
 
     name: str
@@ -87,6 +89,7 @@ class LocalComputeFactory:
 @dataclass(frozen=True)
 class Section:
     """One cut of a packed parameter: `size` rows along `dim`, held as a parameter of its own with `placement` on tp."""
+    traffic: Callable[..., Sequence[tuple[str, str, int]]] | None = None
 
     name: str
     dim: int

@@ -37,7 +37,7 @@ class Contract:
     sections       {parameter: the sections that its handler cuts it into}, each held as a parameter of its own
     lowerer        name of the lowerer, or None for the default
     divide         {attribute of the module: what it is divided by} while its region sees local tensors
-    features       {input or output: global length of its last dim}, for bytes and for uneven shards
+    features       {input or output: global length of its last dim}, for bytes and for uneven shards; "experts_per_token" of a router
     """
 
     fqn: str

@@ -18,10 +18,13 @@ from .contract import Contract
 from .heads import require_split
 from .overrides import Override
 
-__all__ = ["check_expert_degree", "cut_over_ep", "cut_over_tp", "patterns_for", "require_archetypes", "suggested_archetypes"]
+__all__ = ["check_expert_degree", "cut_over_ep", "cut_over_tp", "experts_per_token", "patterns_for", "require_archetypes",
+           "suggested_archetypes"]  # fmt: skip
 
 # Integer attributes that count experts; a module that holds local ones needs them divided.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# What a router, its block or the config calls the number of experts that a token goes to.
+CHOSEN_COUNTS = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 # What transformers calls the stacked weights of experts: features of the intermediate size come out of these, or go into those.
 EXPERT_COLWISE = ("gate_up_proj", "gate_proj", "up_proj")
 EXPERT_ROWWISE = ("down_proj",)
@@ -77,6 +80,16 @@ def cut_over_tp(
         require_split(name, value.shape[dim], "intermediate features", tp)
         return {"tp": Shard(dim)}, {}, ()
     return None
+
+
+def experts_per_token(model: nn.Module, block: nn.Module) -> dict[str, int]:
+    """{"experts_per_token": how many experts a token goes to}; {} where neither the block, nor its router, nor the config says it."""
+    for owner in (block, *block.children(), getattr(model, "config", None)):
+        for attribute in CHOSEN_COUNTS:
+            count = getattr(owner, attribute, None)
+            if isinstance(count, int) and not isinstance(count, bool) and count > 0:
+                return {"experts_per_token": count}
+    return {}
 
 
 def holds_experts(contract: Contract) -> bool:

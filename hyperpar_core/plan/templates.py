@@ -20,7 +20,7 @@ from ..placement import Layout, Placement, SharedShard
 from ..plugins import get_registry
 from .boundaries import Structure
 from .contract import Contract
-from .experts import cut_over_ep, cut_over_tp
+from .experts import cut_over_ep, cut_over_tp, experts_per_token
 from .heads import HEAD_COUNTS, KV_GROUPS, KV_HEAD_COUNTS, Heads, count_heads, require_split
 from .roles import COLWISE, ROWWISE
 
@@ -356,7 +356,7 @@ def _moe_mlp(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, 
     return Contract(
         fqn, "moe_mlp", **vars(held), in_src={x: ctx.hidden()}, in_dst={x: inside},
         out_src={"output": yields, "router_scores": {}}, out_dst={"output": ctx.hidden(), "router_scores": {}},
-        out_names=("output", "router_scores"), features=_features(owned, x, module),
+        out_names=("output", "router_scores"), features={**_features(owned, x, module), **experts_per_token(ctx.model, module)},
         region_dispatch=False,  # which rows meet which expert is data: DTensor has no placements for that
     )  # fmt: skip
 

@@ -157,6 +157,11 @@ def _callable_with(function: Callable[..., Any], where: str, field: str, call: s
     except (TypeError, ValueError) as error:
         raise PluginError(f"{where}: {field} can't be called as {call}: {error}") from None
 
+    if descriptor.traffic is not None:
+        call = "traffic(*, contract, shapes, tokens, ranks, width)"
+        _callable_with(
+            descriptor.traffic, where, "traffic", call, contract=None, shapes={}, tokens=0, ranks=1, width=2
+        )
 
 def _special_handler(descriptor: SpecialHandler, where: str) -> None:
     call = "sections(shape, *, module, param_name, config)"

@@ -17,7 +17,7 @@ from ..plan.contract import Contract, callable_name
 from ..plan.names import fold_names, listed, nearest
 from ..plan.sharding_plan import ShardingPlan
 from .tables import align, fold, size
-from .traffic import Movement, gradient_sums, held_parts, movements
+from .traffic import Movement, gradient_sums, held_parts, movements, tells_traffic
 
 __all__ = ["explain"]
 
@@ -181,7 +181,8 @@ def _collectives(plan: ShardingPlan, moved: Sequence[Movement]) -> str:
     """`2 gather 2 scatter`; with the axis where the plan has several."""
     counts = Counter((m.collective, m.axis) for m in moved)
     several = len(plan.sizes) > 1
-    return " ".join(f"{n} {WORDS[op]}{f' {axis}' if several else ''}" for (op, axis), n in counts.items()) or "-"
+    shown = [f"{n} {WORDS[op]}{f' {axis}' if several or axis == 'ep' else ''}" for (op, axis), n in counts.items()]
+    return " ".join(shown) or "-"
 
 
 # ---- below the table
@@ -216,6 +217,8 @@ def _summary(plan: ShardingPlan, tokens: int, width: int, dp: int) -> list[str]:
         for a, b in [[_layout(side, plan.sizes, "replicate", _word) for side in (layout, dst.get(name, {}))]]
     )
     lines += [f"not counted, only where a module returns it: {', '.join(unknown)}"] if unknown else []
+    if any(m.axis == "ep" for c in plan.boundaries for m in movements(plan, c, 1, tokens, width)):
+        lines.append("over ep: counted as if every expert were as likely as any other")
     senders = _senders(plan)
     lines += [f"not counted, if they communicate: {', '.join(senders)}"] if senders else []
     return [*lines, *(f"note: {note}" for note in plan.notes)]
@@ -223,7 +226,7 @@ def _summary(plan: ShardingPlan, tokens: int, width: int, dp: int) -> list[str]:
 
 def _senders(plan: ShardingPlan) -> list[str]:
     """What may send by itself, of which a plan doesn't know how much."""
-    black_boxes = [c for c in plan.boundaries if c.region_dispatch is False and c.injects]
+    black_boxes = [c for c in plan.boundaries if c.region_dispatch is False and c.injects and tells_traffic(c) is None]
     found = [_name(c.inner_wrapper or c.local_compute_fn) for c in black_boxes]
     found += [plan.loss.name] if plan.loss else []
     return list(dict.fromkeys(found))
@@ -288,6 +291,10 @@ def _one(plan: ShardingPlan, contract: Contract, tokens: int, width: int) -> str
                     f"  over {t.axis}: forward {t.forward.replace('_', '-')}, backward {t.backward.replace('_', '-')}"
                     + (f" ({said}, {tokens} tokens)" if said else "")
                 )
+    sent = [m for m in moved if m.tensor == "inside"]
+    if sent:
+        ways = [f"{way} {size(sum(m.bytes for m in sent if m.direction == way))}" for way in ("forward", "backward")]
+        lines.append(f"inside: {_collectives(plan, sent)}, {', '.join(ways)} ({tokens} tokens, experts equally likely)")
     for label, value in (
         ("inside", _inside(contract)),
         ("options", dict(contract.options)),

@@ -7,7 +7,7 @@ Uneven shards are counted as long as the longest, which is how they travel. A ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -15,19 +15,23 @@ from torch.distributed.tensor import Partial, Shard
 
 from ..apply.gradient_sums import BUCKET_BYTES
 from ..collectives.transition import Transition, transitions
+from ..descriptors import LocalComputeFactory
 from ..placement import Layout, Placement, shard_size
 from ..plan.contract import Contract
 from ..plan.gradients import section_contract
 from ..plan.sharding_plan import ShardingPlan
+from ..plugins import get_registry
 
-__all__ = ["GradientSum", "Movement", "gradient_sums", "held_parts", "movements", "predict"]
+__all__ = ["GradientSum", "Movement", "gradient_sums", "held_parts", "local_shape", "movements", "predict", "tells_traffic"]
+
+Traffic = Callable[..., Sequence[tuple[str, str, int]]]
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 @dataclass(frozen=True)
 class Movement:
-    """One collective of one step: `tensor` is an input or output of a boundary; `direction` is forward or backward."""
+    """One collective of one step: `tensor` is an input or output of a boundary, or "inside"; `direction` is forward or backward."""
 
     tensor: str
     direction: str
@@ -52,7 +56,7 @@ def held_parts(plan: ShardingPlan, contract: Contract, name: str) -> list[tuple[
     if not sections:
         return [
             (
-                prod(_cut(shape, contract.params[name], {**plan.sizes, "ep": plan.ep_size})),
+                prod(local_shape(shape, contract.params[name], {**plan.sizes, "ep": plan.ep_size})),
                 contract.param_grad.get(name, {}),
             )
         ]
@@ -60,11 +64,11 @@ def held_parts(plan: ShardingPlan, contract: Contract, name: str) -> list[tuple[
     for section in sections:
         whole = tuple(section.size if dim == section.dim % len(shape) else size for dim, size in enumerate(shape))
         held, grad = section_contract(contract, name, section)
-        parts.append((prod(_cut(whole, held, plan.sizes)), grad))
+        parts.append((prod(local_shape(whole, held, plan.sizes)), grad))
     return parts
 
 
-def _cut(shape: tuple[int, ...], layout: Layout, sizes: Mapping[str, int]) -> list[int]:
+def local_shape(shape: tuple[int, ...], layout: Layout, sizes: Mapping[str, int]) -> list[int]:
     """The first rank's local shape."""
     local = list(shape)
     for axis, ranks in sizes.items():
@@ -80,9 +84,9 @@ def movements(
     """The collectives of one boundary in a step, forward and backward, from the transition table.
 
     `batch` x `sequence`: a dp rank's tokens. A tensor whose width the plan doesn't know isn't counted. What an injection sends by
-    itself isn't either: a plan knows only what happens at the boundary.
+    itself is where its descriptor says how much.
     """
-    found: list[Movement] = []
+    found = _inside(plan, contract, batch, sequence, bytes_per_element)
     sides: tuple[tuple[str, Mapping[str, Layout], Mapping[str, Layout], Mapping[str, Layout]], ...] = (
         ("in", contract.in_src, contract.in_dst, contract.in_grad),
         ("out", contract.out_src, contract.out_dst, {}),
@@ -110,6 +114,24 @@ def movements(
     return found
 
 
+def tells_traffic(contract: Contract) -> Traffic | None:
+    """How the descriptor of a boundary's local compute counts what it sends; None where it doesn't."""
+    name = contract.local_compute_fn
+    found = get_registry().find(LocalComputeFactory, name) if isinstance(name, str) else None
+    return found[0].traffic if found else None
+
+
+def _inside(plan: ShardingPlan, contract: Contract, batch: int, sequence: int, width: int) -> list[Movement]:
+    """What the local compute itself sends over ep."""
+    traffic = tells_traffic(contract)
+    if traffic is None or plan.ep_size == 1 or not contract.in_dst:
+        return []
+    cut = local_shape((batch, sequence, 1), next(iter(contract.in_dst.values())), plan.sizes)
+    shapes = {name: plan.parameters[f"{contract.fqn}.{name}" if contract.fqn else name] for name in contract.params}
+    sent = traffic(contract=contract, shapes=shapes, tokens=prod(cut), ranks=plan.ep_size, width=width)
+    return [Movement("inside", direction, "ep", collective, bytes_) for direction, collective, bytes_ in sent]
+
+
 def _others(layout: Layout, steps: tuple[Transition, ...]) -> dict[str, Placement]:
     moved = {t.axis for t in steps}
     return {axis: placement for axis, placement in layout.items() if axis not in moved}
@@ -119,7 +141,7 @@ def _handed(
     shape: tuple[int, ...], at: Layout, axis: str, op: str, src: Placement, dst: Placement, sizes: Mapping[str, int]
 ) -> int:
     """Elements at the input of one collective, padding included."""
-    local = _cut(shape, {a: p for a, p in at.items() if a != axis}, sizes)
+    local = local_shape(shape, {a: p for a, p in at.items() if a != axis}, sizes)
     ranks = sizes[axis]
     if op in ("all_gather", "all_to_all") and isinstance(src, Shard):
         local[src.dim] = -(-local[src.dim] // ranks)
@@ -170,8 +192,9 @@ def predict(
 ) -> dict[str, tuple[int, int]]:
     """{collective: (count, bytes)} of one training step on one rank: every boundary forward and backward, and the gradient sums.
 
-    `batch` x `sequence`: the whole sequences of one dp rank. Not in it: what wrappers, local computes and losses send by
-    themselves, and what activation checkpointing computes again.
+    `batch` x `sequence`: the whole sequences of one dp rank. Tokens to experts: as if every expert were as likely as any other.
+    Not in it: what wrappers and losses send by themselves, local computes whose descriptors don't say how much, and what activation
+    checkpointing computes again.
     """
     total: dict[str, tuple[int, int]] = {}
     handed = [

@@ -9,11 +9,10 @@ is the weighted sum of what the experts yield. It calls `experts` exactly once, 
 
     experts(x_NH, expert_N1, weight_N1) -> y_NH        expert_N1: this rank's own experts, counted from 0
 
-Every rank of the group calls it as often as the others, and its backward is theirs too. A builder `(group, local_experts) -> dispatch`
-makes one at apply time. An archetype's option `dispatcher` names it; a factory of one's own can hand any builder to an archetype:
-
-    def my_archetype(*, module, ep_mesh, fqn):
-        return topk_router(module=module, ep_mesh=ep_mesh, fqn=fqn, dispatcher=my_builder)
+Every rank of the group calls it as often as the others, and its backward is theirs too. Experts that got no row, on any rank, have
+zero gradients. A builder `(group, local_experts) -> dispatch` makes one at apply time; it may have `traffic`, which tells what it sends
+(see LocalComputeFactory). An archetype's option `dispatcher` takes a builder, or the name of one in DISPATCHERS; a distribution of
+one's own offers all archetypes with its dispatcher: see `archetypes_with`.
 
 T: tokens of this rank. K: experts per token. R: ranks of the group. P: rows sent. Q: rows received. N: pairs of a received row and one
 of this rank's experts. H: hidden.
@@ -21,8 +20,9 @@ of this rank's experts. H: hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import comb
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from hyperpar_core.collectives.functional import AxisGroup, exchange
 
-__all__ = ["DISPATCHERS", "AllToAll", "Dispatcher", "Experts"]
+__all__ = ["DISPATCHERS", "AllToAll", "Build", "Dispatcher", "Experts"]
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -51,6 +51,26 @@ class AllToAll:
     group: AxisGroup
     local_experts: int
 
+    @staticmethod
+    def traffic(
+        *, contract: Any, shapes: Mapping[str, Sequence[int]], tokens: int, ranks: int, width: int
+    ) -> list[tuple[str, str, int]]:
+        """What a rank hands to collectives in a step, if every expert is as likely as any other. [] where the plan doesn't know K."""
+        hidden, chosen = next(iter(contract.features.values())), contract.features.get("experts_per_token")
+        if chosen is None:
+            return []
+        experts = next(shapes[name][0] for name, layout in contract.params.items() if "ep" in layout)
+        here = experts // ranks
+        rows = round(tokens * ranks * (1 - comb(experts - here, chosen) / comb(experts, chosen)))
+        row, beside = hidden * width, chosen * width
+        return [
+            ("forward", "all_to_all", ranks * 8),
+            ("forward", "all_to_all", rows * (row + beside + chosen * _number(here).itemsize)),
+            ("forward", "all_to_all", rows * row),
+            ("backward", "all_to_all", rows * row),
+            ("backward", "all_to_all", rows * (row + beside)),
+        ]
+
     def __call__(self, experts: Experts, x_TH: Tensor, indices_TK: Tensor, weights_TK: Tensor, /) -> Tensor:
         n, ranks = self.local_experts, self.group.ranks
         owner_TK = indices_TK // n
@@ -61,7 +81,7 @@ class AllToAll:
         way = _Way(self.group, tuple(sent), tuple(received))
 
         rank_P1 = rank_P.unsqueeze(1)
-        expert_PK = torch.where(owner_TK[token_P] == rank_P1, indices_TK[token_P] - rank_P1 * n, n).int()  # n: not there
+        expert_PK = torch.where(owner_TK[token_P] == rank_P1, indices_TK[token_P] - rank_P1 * n, n).to(_number(n))  # n: not there
         x_PH, weights_PK = x_TH.index_select(0, token_P), weights_TK.index_select(0, token_P)
         x_QH, weights_QK, expert_QK = _Send.apply(x_PH, weights_PK, expert_PK, way)  # type: ignore[no-untyped-call]
 
@@ -71,6 +91,11 @@ class AllToAll:
         y_QH = _sum_rows(y_NH, row_N, len(x_QH), weights_TK.dtype).to(x_TH.dtype)
         y_PH = _Return.apply(y_QH, way)  # type: ignore[no-untyped-call]
         return _sum_rows(y_PH, token_P, len(x_TH), weights_TK.dtype).to(x_TH.dtype)
+
+
+def _number(experts: int) -> torch.dtype:
+    """The narrowest dtype for the numbers 0 to `experts`."""
+    return torch.uint8 if experts < 256 else torch.int16 if experts < 32768 else torch.int32
 
 
 def _sum_rows(rows: Tensor, index: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -135,4 +160,5 @@ class _Return(torch.autograd.Function):
         return ctx.way.out(grad)[0], None
 
 
-DISPATCHERS: dict[str, Callable[[AxisGroup, int], Dispatcher]] = {"all_to_all": AllToAll}
+Build = Callable[[AxisGroup, int], Dispatcher]
+DISPATCHERS: dict[str, Build] = {"all_to_all": AllToAll}

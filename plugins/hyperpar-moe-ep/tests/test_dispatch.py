@@ -91,7 +91,7 @@ def test_a_token_travels_once_to_each_rank_in_three_messages_forward_and_two_bac
         assert [name for name, _ in backward] == ["all_to_all_single"] * 2
         (counts, out, _) = (shape for _, shape in forward)
         assert counts == (2,)
-        assert out == (rows, 4 * HIDDEN + 8 * K + 4 * K)  # bytes: the token, its weights, the numbers of its experts
+        assert out == (rows, 4 * HIDDEN + 8 * K + K)  # bytes: the token, its weights, the numbers of its experts
         assert rows < 40 * K
 
 
