@@ -49,8 +49,12 @@ def axis_group(mesh: DeviceMesh | AxisGroup) -> AxisGroup:
     return AxisGroup(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
 
-def _wait(x: Tensor) -> Tensor:
-    return _ops.wait_tensor(x)  # type: ignore[no-any-return]
+def _run(op: Any, *args: Any) -> Tensor:
+    """`op`, done. Without gradients to record it skips autograd's layer, which costs as much as a small collective's wire."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return _ops.wait_tensor(op(*args))  # type: ignore[no-any-return]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _ops.wait_tensor(op(*args))  # type: ignore[no-any-return]
 
 
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:
@@ -65,7 +69,7 @@ def _pad(x: Tensor, dim: int, size: int) -> Tensor:
 
 def all_reduce(x: Tensor, mesh: DeviceMesh | AxisGroup, op: str = "sum") -> Tensor:
     """The reduction of `x` over the ranks ("sum", "max", "min", "avg"), in a new tensor."""
-    return _wait(_ops.all_reduce(x.contiguous(), op, axis_group(mesh).name))
+    return _run(_ops.all_reduce, x.contiguous(), op, axis_group(mesh).name)
 
 
 def all_gather(x: Tensor, dim: int, mesh: DeviceMesh | AxisGroup, size: int | None = None) -> Tensor:
@@ -75,7 +79,7 @@ def all_gather(x: Tensor, dim: int, mesh: DeviceMesh | AxisGroup, size: int | No
     whole = x.shape[dim] * group.ranks if size is None else size
     chunk = -(-whole // group.ranks)
     x = _pad(x, dim, chunk).contiguous()
-    out = _wait(_ops.all_gather_into_tensor(x, group.ranks, group.name))
+    out = _run(_ops.all_gather_into_tensor, x, group.ranks, group.name)
     shape = (*x.shape[:dim], chunk * group.ranks, *x.shape[dim + 1 :])
     out = out.view(group.ranks, *x.shape).movedim(0, dim).reshape(shape).contiguous()  # shards of length 1 join as a view
     return out if whole == shape[dim] else out.narrow(dim, 0, whole).contiguous()
@@ -89,7 +93,7 @@ def reduce_scatter(x: Tensor, dim: int, mesh: DeviceMesh | AxisGroup) -> Tensor:
     chunk = -(-whole // group.ranks)
     x = _pad(x, dim, chunk * group.ranks)
     x = x.unflatten(dim, (group.ranks, chunk)).movedim(dim, 0).flatten(0, 1) if dim else x
-    out = _wait(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.ranks, group.name))
+    out = _run(_ops.reduce_scatter_tensor, x.contiguous(), "sum", group.ranks, group.name)
     length = shard_size(whole, group.ranks, group.rank)[0]
     return out if length == chunk else out.narrow(dim, 0, length).contiguous()
 
@@ -113,7 +117,7 @@ def exchange(
     group = axis_group(mesh)
     if out_sizes is None or in_sizes is None:
         out_sizes = in_sizes = [x.shape[0] // group.ranks] * group.ranks
-    return _wait(_ops.all_to_all_single(x.contiguous(), out_sizes, in_sizes, group.name))
+    return _run(_ops.all_to_all_single, x.contiguous(), out_sizes, in_sizes, group.name)
 
 
 def all_to_all(x: Tensor, src_dim: int, dst_dim: int, mesh: DeviceMesh | AxisGroup, size: int | None = None) -> Tensor:

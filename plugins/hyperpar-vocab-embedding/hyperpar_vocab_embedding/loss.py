@@ -7,7 +7,7 @@ With m the maximum over V, x' = x - m, s = sum(exp(x')) and smoothing e, the los
 torch.nn.functional.cross_entropy:
 
     loss = log(s) - (1 - e) x'[t] - e/V sum(x')
-    d loss / d x[j] = exp(x'[j] - log(s)) - e/V - (1 - e) [j = t]
+    d loss / d x[j] = exp(x'[j]) / s - e/V - (1 - e) [j = t]
 
 Two all-reduces in the forward (the maximum; then all sums at once), none in the backward.
 """
@@ -144,7 +144,7 @@ class _CrossEntropy(torch.autograd.Function):
         sums = [picked_T, shifted_Tn.sum(-1)] if smoothing else [picked_T]
         picked_T, *smooth, sum_T = all_reduce(torch.stack([*sums, shifted_Tn.exp_().sum(-1)]), tp)
         log_sum_T = sum_T.log()
-        ctx.save_for_backward(logits_Tn, max_T, log_sum_T, column_T, mine_T, valid_T)
+        ctx.save_for_backward(logits_Tn, max_T, sum_T, column_T, mine_T, valid_T)
         ctx.vocab, ctx.smoothing = vocab, smoothing
         losses_T: Tensor = log_sum_T - (1 - smoothing) * picked_T
         if smoothing:
@@ -154,14 +154,14 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
-        logits_Tn, max_T, log_sum_T, column_T, mine_T, valid_T = ctx.saved_tensors
-        # The maximum goes first: for large logits x - (m + log s) would lose the digits of log s.
-        grad_Tn = (logits_Tn - max_T[:, None]).sub_(log_sum_T[:, None]).exp_()
+        logits_Tn, max_T, sum_T, column_T, mine_T, valid_T = ctx.saved_tensors
+        grad_T = grad_T.masked_fill(~valid_T, 0)
+        grad_Tn = (logits_Tn - max_T[:, None]).exp_().mul_((grad_T / sum_T)[:, None])
         if ctx.smoothing:
-            grad_Tn.sub_(ctx.smoothing / ctx.vocab)
+            grad_Tn.sub_((grad_T * (ctx.smoothing / ctx.vocab))[:, None])
         if grad_Tn.shape[1]:
-            grad_Tn.scatter_add_(1, column_T[:, None], mine_T[:, None].to(grad_Tn.dtype) * (ctx.smoothing - 1))
-        grad_Tn.mul_(grad_T.masked_fill(~valid_T, 0)[:, None])
+            at_target_T = (grad_T * (ctx.smoothing - 1)).masked_fill_(~mine_T, 0)
+            grad_Tn.scatter_add_(1, column_T[:, None], at_target_T[:, None].to(grad_Tn.dtype))
         return grad_Tn.to(logits_Tn.dtype), None, None, None, None, None
 
 
