@@ -7,6 +7,7 @@ from __future__ import annotations
 
 __all__ = [
     "ApplyError",
+    "CheckpointError",
     "HyperparError",
     "OverrideError",
     "PlacementMismatch",
@@ -39,6 +40,10 @@ class Refused(PlanError):
 
 class ApplyError(HyperparError):
     """A plan can't be put on this model, or a planned model is used in a way that it doesn't support."""
+
+
+class CheckpointError(HyperparError):
+    """A checkpoint or a folder of weights can't be written, or doesn't fit what it is read into."""
 
 
 class PlacementMismatch(HyperparError):

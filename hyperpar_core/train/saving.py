@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..apply.generated import STATE, plain_name, state_of
+from ..apply.generated import plain_name
 from ..apply.parameters import whole
-from ..errors import ApplyError
+from .bare import bare_model
+from .canonical import WholeTensor, model_tensors, refuse_meta, sections
+from .line import line_of
+from .pretrained_folder import Reversal, ShardWriter, parse_size
 
 __all__ = ["full_gradients", "full_parameters", "full_state_dict", "save_pretrained"]
 
@@ -36,26 +38,14 @@ def full_state_dict(model: nn.Module, *, cpu: bool = False) -> dict[str, Tensor]
     return _whole(model, tensors, cpu=cpu)
 
 
-def _packed(model: nn.Module) -> dict[str, tuple[str, int, tuple[str, ...]]]:
-    """{name of a section: (name of its parameter, dim, names of all its sections)}."""
-    found = {}
-    for prefix, module in model.named_modules():
-        state = state_of(module)
-        for name, (dim, sections) in (state.packed if state else {}).items():
-            dot = f"{plain_name(prefix)}." if prefix else ""
-            names = tuple(f"{dot}{section}" for section in sections)
-            found.update({section: (f"{dot}{name}", dim, names) for section in names})
-    return found
-
-
 def _original_names(model: nn.Module, names: Iterable[str]) -> list[str]:
-    packed = _packed(model)
-    return list(dict.fromkeys(packed[name][0] if name in packed else name for name in names))
+    packed = sections(model)
+    return list(dict.fromkeys(packed[name].name if name in packed else name for name in names))
 
 
 def _whole(model: nn.Module, tensors: Mapping[str, Any], *, cpu: bool = False) -> dict[str, Tensor]:
     """Whole tensors under their original names, sections joined, one storage for tied names."""
-    packed = _packed(model)
+    packed = sections(model)
     done: dict[int, Tensor] = {}
 
     def gather(value: Any) -> Tensor:
@@ -66,11 +56,12 @@ def _whole(model: nn.Module, tensors: Mapping[str, Any], *, cpu: bool = False) -
 
     result: dict[str, Tensor] = {}
     for name, value in tensors.items():
-        original, dim, sections = packed.get(name, (name, 0, ()))
+        section = packed.get(name)
+        original = section.name if section else name
         if original in result:
             continue
-        if sections:
-            result[original] = torch.cat([whole(tensors[section]) for section in sections], dim)
+        if section:
+            result[original] = torch.cat([whole(tensors[part]) for part in section.names], section.dim)
             if cpu:
                 result[original] = result[original].cpu()
         else:
@@ -78,44 +69,63 @@ def _whole(model: nn.Module, tensors: Mapping[str, Any], *, cpu: bool = False) -
     return result
 
 
-def save_pretrained(model: nn.Module, folder: str | Path, mesh: DeviceMesh, **options: Any) -> None:
-    """Writes a folder that plain transformers loads: whole tensors under their own names. Every rank calls it; the first one writes.
+def save_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    mesh: DeviceMesh,
+    *,
+    max_shard_size: int | str = "5GB",
+    save_original_format: bool = True,
+) -> None:
+    """Writes a folder that plain transformers loads: whole tensors under their checkpoint's names. Every rank calls it; the first writes.
 
-    options go to transformers' own save_pretrained (max_shard_size and the like).
+    max_shard_size: bytes of a file at most ("5GB"); the first rank holds one file's tensors at a time, the others one tensor.
+    save_original_format: undo transformers' key conversions (experts under their own names, say), as its own save_pretrained does.
+    Raises CheckpointError on every rank when the writing fails.
     """
-    if not hasattr(type(model), "save_pretrained"):
-        raise ApplyError(f"{type(model).__name__} has no save_pretrained; take full_state_dict() and save it your way.")
-    state = full_state_dict(model, cpu=True)
-    first = not dist.is_initialized() or dist.get_rank() == int(mesh.mesh.flatten()[0])
-    problem = ""
-    if first:
+    what, line = f"save_pretrained({str(folder)!r})", line_of(mesh)
+    problem: Exception | None = None
+    try:
+        limit, bare = parse_size(max_shard_size), bare_model(model)
+        wholes = model_tensors(model)
+        refuse_meta(wholes)
+        names = [_saved_name(bare, whole) for whole in wholes.values()]
+        reversal = Reversal(bare, [name for name in names if not _ignored(bare, name)], save_original_format)
+        groups = list(reversal.groups())
+    except Exception as error:
+        problem = error
+    line.agree(what, problem)
+    writer = ShardWriter(Path(folder), limit) if line.rank == 0 else None
+    registered = {plain_name(n): v for n, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
+    joined: dict[str, list[str]] = {}
+    for name, section in sections(model).items():
+        joined.setdefault(section.name, []).append(name)
+    for group, how in groups:
+        values = {}
+        for name in group:  # every rank takes part, also where writing failed
+            full = _whole(model, {part: registered[part] for part in joined.get(name, [name])})[name]
+            if writer is not None:
+                values[name] = full.cpu()
+            del full
+        if writer is None or problem is not None:
+            continue
         try:
-            with torch.no_grad():
-                writer: Any = _bare(model)
-                writer.save_pretrained(folder, state_dict=state, **options)
+            writer.add(reversal.convert(how, values))
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        posted = [problem]
-        for axis in range(mesh.ndim):
-            group = mesh.get_group(axis)
-            dist.broadcast_object_list(posted, dist.get_global_rank(group, 0), group=group)
-        problem = posted[0]
-    if problem:
-        raise ApplyError(f"save_pretrained({str(folder)!r}) failed on the writing rank: {problem}")
+            problem = error
+    if writer is not None and problem is None:
+        try:
+            writer.finish(bare)
+        except Exception as error:
+            problem = error
+    line.agree(what, problem)
 
 
-def _bare(model: nn.Module) -> nn.Module:
-    """A meta copy of the model without the plan: what transformers reads names, config and tied keys from."""
-    base = getattr(type(model), "_hyperpar_base", type(model))
-    config = getattr(model, "config", None)
-    with torch.device("meta"):
-        bare: nn.Module = base(config).to(getattr(model, "dtype", None))  # transformers writes it into the config
-    bare.__dict__.update(
-        {k: v for k, v in model.__dict__.items() if k not in bare.__dict__ and k != STATE and not k.startswith("_")}
-    )
-    generation = getattr(model, "generation_config", None)
-    if generation is not None:
-        bare.generation_config = generation
-    assert state_of(bare) is None
-    return bare
+def _saved_name(bare: Any, whole: WholeTensor) -> str:
+    """The name of tied tensors that transformers saves: the one that the others are tied to."""
+    tied = bare.all_tied_weights_keys
+    return next((name for name in (whole.name, *whole.aliases) if name not in tied), whole.name)
+
+
+def _ignored(bare: Any, name: str) -> bool:
+    return name in (getattr(bare, "_keys_to_ignore_on_save", None) or ())
