@@ -16,6 +16,7 @@ from .placement import Placement
 
 __all__ = [
     "API_VERSION",
+    "CHECK_NAMES",
     "CONTEXT_NAMES",
     "ROLES",
     "TEMPLATES",
@@ -35,6 +36,7 @@ API_VERSION = "1.0"
 CONTEXT_NAMES = frozenset(
     {"module", "target_module", "fqn", "mesh", "tp_mesh", "cp_mesh", "ep_mesh", "contract", "mode", "model"}
 )
+CHECK_NAMES = frozenset({"module", "target_module", "fqn", "contract", "model", "sizes"})
 ROLES = (
     "colwise", "rowwise", "per_head", "norm", "embed", "lm_head", "moe_gate", "moe_expert", "shared_expert", "packed",
     "bias", "replicated", "special", "skip",
@@ -59,6 +61,8 @@ class InnerWrapper:
 
     `factory(*, target_module, ...) -> fn(module, *args, **kwargs)`, the new forward. `forward_style`: "hf" for modules called
     with hidden states, "qkv" for modules called with queries, keys and values. `needs_axis`: the axis that must be active.
+    `check(*, target_module, sizes, ...) -> None` raises Refused for a module that can't be wrapped rightly, when a plan is made: it gets
+    what it asks for by name of CHECK_NAMES and of the options. The model may be on the meta device; `sizes` is {active axis: degree}.
     """
 
     name: str
@@ -67,6 +71,7 @@ class InnerWrapper:
     needs_axis: str | None = "cp"
     region_dispatch: bool = False
     summary: str = ""
+    check: Callable[..., None] | None = None
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from typing import Any
 from torch import nn
 
 from ..descriptors import InnerWrapper, LocalComputeFactory, ModelFamily
-from ..errors import OverrideError, PlanError
-from ..plugins import check_factory, get_registry
+from ..errors import OverrideError, PlanError, Refused
+from ..plugins import call_check, check_factory, get_registry
 from .contract import Contract, callable_name
 from .names import fold_names, listed, nearest
 
-__all__ = ["check_injection", "completed", "provided", "require_wrappers"]
+__all__ = ["check_convolutions", "check_injection", "completed", "provided", "require_wrappers"]
 
 NEEDS_CP = ("attention", "linear_attention")
 
@@ -47,10 +47,10 @@ def _descriptor(kind: str, name: str) -> InnerWrapper | LocalComputeFactory:
     return found
 
 
-def check_injection(contract: Contract, module: nn.Module, sizes: Mapping[str, int]) -> None:
+def check_injection(contract: Contract, module: nn.Module, model: nn.Module, sizes: Mapping[str, int]) -> None:
     """Refuses an injection that can't run at `module`, or would do nothing. `sizes`: active axes, ep among them.
 
-    OverrideError for a wrong declaration, PluginError for a name or an option that isn't there.
+    OverrideError for a wrong declaration, PluginError for a name or an option that isn't there, and what a wrapper's own check says.
     """
     fqn = contract.fqn
     _check_target(contract, module)
@@ -88,6 +88,12 @@ def check_injection(contract: Contract, module: nn.Module, sizes: Mapping[str, i
             )
     text = named if isinstance(named, str) else callable_name(named)
     check_factory(factory, contract.options, f"{fqn}: {text}")
+    if isinstance(named, str) and isinstance(descriptor, InnerWrapper):
+        target = module if contract.inner_target == "self" else module.get_submodule(str(contract.inner_target))
+        context = {
+            "module": module, "target_module": target, "fqn": fqn, "contract": contract, "model": model, "sizes": dict(sizes),
+        }  # fmt: skip
+        call_check(descriptor, context, contract.options, f"{fqn}: {named}")
 
 
 def _check_target(contract: Contract, module: nn.Module) -> None:
@@ -128,20 +134,31 @@ def _check_expected(fqn: str, name: str, expects: Sequence[str], module: nn.Modu
 
 
 def require_wrappers(boundaries: Sequence[Contract], sizes: Mapping[str, int], family: ModelFamily | None) -> None:
-    """PlanError where cp is active and an attention boundary has nothing that attends over cp: a wrapper is never chosen silently."""
+    """PlanError where cp is active and an attention boundary has nothing that attends over cp: a wrapper is never chosen silently.
+
+    Refused where that boundary is linear attention, for which no wrapper is suggested.
+    """
     if "cp" not in sizes:
         return
-    missing = [c.fqn for c in boundaries if c.template in NEEDS_CP and not _works_over_cp(c)]
+    without = [c for c in boundaries if c.template in NEEDS_CP and not _works_over_cp(c)]
+    missing = [c.fqn for c in without]
     if not missing:
         return
+    linear = [c.fqn for c in without if c.template == "linear_attention"]
+    if linear:
+        raise Refused(
+            f"cp={sizes['cp']} is active, and {fold_names(linear)[0]!r} ({len(linear)} in all) is linear attention: it carries a state along"
+            " the sequence, which wrappers of attention don't hand on.\n  Plan without cp, or declare a wrapper that was made for it."
+        )
     offered = [(w, provider) for w, provider in get_registry().offered(InnerWrapper) if w.needs_axis == "cp"]
     entries = [e for e in (family.suggestions.get("cp", ()) if family else ()) if "inner_wrapper" in e]
     installed = [w.name for w, _ in offered]
     hint = f"{family.name} suggests {entries[0]['inner_wrapper']}; " if family and entries else ""
-    known = (
-        f"installed: {listed(installed, 6)} ({offered[0][1]}, {_transformers()})" if offered
-        else "installed: none (pip install hyperpar-cp-sdpa)"
-    )  # fmt: skip
+    by_provider: dict[str, list[str]] = {}
+    for wrapper, provider in offered:
+        by_provider.setdefault(str(provider), []).append(wrapper.name)
+    known = "; ".join(f"{listed(names, 6)} ({provider})" for provider, names in by_provider.items())
+    known = f"installed: {known}; {_transformers()}" if offered else "installed: none (pip install hyperpar-cp-sdpa)"
     name = next((e["inner_wrapper"] for e in entries if e["inner_wrapper"] in installed), None)
     name = name or (entries[0]["inner_wrapper"] if entries else installed[0] if installed else "sdpa_hf_ring")
     when = [f"  {w.name}: {w.summary}" for w, _ in offered if w.summary][:3]
@@ -151,6 +168,19 @@ def require_wrappers(boundaries: Sequence[Contract], sizes: Mapping[str, int], f
         + "\n".join([f"  {hint}{known}", *when, "  plan_overrides:"])
         + f'\n    - match: "*.{missing[0].rpartition(".")[2]}"\n      when: cp\n      inner_target: self\n      inner_wrapper: {name}'
     )
+
+
+def check_convolutions(model: nn.Module, boundaries: Sequence[Contract], sizes: Mapping[str, int]) -> None:
+    """Refused where cp is active and a convolution along the sequence would see this rank's tokens only."""
+    if "cp" not in sizes:
+        return
+    covered = tuple(f"{c.fqn}." for c in boundaries if c.fqn and _works_over_cp(c))
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.Conv1d) and module.kernel_size != (1,) and not fqn.startswith(covered):
+            raise Refused(
+                f"cp={sizes['cp']} is active, and {fqn} convolves along the sequence, of which each rank has a part.\n"
+                "  Plan without cp, or declare a wrapper that was made for it."
+            )
 
 
 def _works_over_cp(contract: Contract) -> bool:

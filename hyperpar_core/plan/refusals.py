@@ -13,7 +13,7 @@ from ..plugins import check_factory, get_registry
 from .consistency import check_layouts, check_neighbours, check_ownership, check_tied
 from .contract import Contract
 from .heads import check_counts
-from .injections import check_injection, provided, require_wrappers
+from .injections import check_convolutions, check_injection, provided, require_wrappers
 from .names import listed, nearest
 from .sharding_plan import ShardingPlan
 
@@ -35,12 +35,13 @@ def refuse(model: nn.Module, plan: ShardingPlan, family: ModelFamily | None) -> 
         check_layouts(contract, plan.parameters, plan.sizes, plan.ep_size)
         _check_inputs(contract, module)
         check_counts(contract.fqn, module, contract.divide)
-        check_injection(contract, module, sizes)
+        check_injection(contract, module, model, sizes)
         _check_lowerer(contract, sizes)
     check_tied(plan.boundaries, plan.tied)
     check_neighbours(plan.boundaries)
     provided(plan.boundaries)
     require_wrappers(plan.boundaries, plan.sizes, family)
+    check_convolutions(model, plan.boundaries, plan.sizes)
     _check_loss(plan)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .factories import call_factory, check_factory
+from .factories import call_check, call_factory, check_factory
 from .loader import get_registry, load, plugin_report, reset
 from .registry import Plugin, Provider, Registry
 
@@ -10,6 +10,7 @@ __all__ = [
     "Plugin",
     "Provider",
     "Registry",
+    "call_check",
     "call_factory",
     "check_factory",
     "get_registry",

@@ -17,6 +17,8 @@ import importlib_metadata
 
 from ..descriptors import (
     API_VERSION,
+    CHECK_NAMES,
+    CONTEXT_NAMES,
     ROLES,
     TEMPLATES,
     CollectiveLowerer,
@@ -142,6 +144,13 @@ def _inner_wrapper(descriptor: InnerWrapper, where: str) -> None:
     style = descriptor.forward_style
     _expect(style in ("hf", "qkv"), where, "forward_style", style, "'hf' or 'qkv'")
     _bool(descriptor.region_dispatch, where, "region_dispatch")
+    if descriptor.check is None:
+        return
+    _expect(callable(descriptor.check), where, "check", descriptor.check, "a callable")
+    options = factory_parameters(descriptor.factory, where).keys() - CONTEXT_NAMES
+    unknown = sorted(factory_parameters(descriptor.check, where, "check").keys() - CHECK_NAMES - options)
+    known = ", ".join(sorted(CHECK_NAMES | options))
+    _expect(not unknown, where, "check", descriptor.check, f"one that asks for {known} only, not {', '.join(unknown)}")
 
 
 def _local_compute(descriptor: LocalComputeFactory, where: str) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from ..descriptors import CONTEXT_NAMES
+from ..descriptors import CONTEXT_NAMES, InnerWrapper
 from ..errors import HyperparError, PluginError
 
-__all__ = ["call_factory", "check_factory", "describe_error", "factory_parameters"]
+__all__ = ["call_check", "call_factory", "check_factory", "describe_error", "factory_parameters"]
 
 _REFUSED = {
     inspect.Parameter.VAR_KEYWORD: "takes **{}: every option must stand in the signature",
@@ -46,15 +46,17 @@ def _is_machinery(file: Path) -> bool:
     return ours or file.parent.name in ("importlib", "importlib_metadata", "pluggy")
 
 
-def factory_parameters(factory: Callable[..., Any], where: str) -> Mapping[str, inspect.Parameter]:
+def factory_parameters(
+    factory: Callable[..., Any], where: str, what: str = "factory"
+) -> Mapping[str, inspect.Parameter]:
     """The parameters of `factory`; PluginError for *args, **kwargs, positional-only ones and what has no signature."""
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError) as error:
-        raise PluginError(f"{where}: the factory {factory!r} has no signature to check ({error}).") from None
+        raise PluginError(f"{where}: the {what} {factory!r} has no signature to check ({error}).") from None
     for name, parameter in parameters.items():
         if parameter.kind in _REFUSED:
-            raise PluginError(f"{where}: the factory {_REFUSED[parameter.kind].format(name)}.")
+            raise PluginError(f"{where}: the {what} {_REFUSED[parameter.kind].format(name)}.")
     return parameters
 
 
@@ -115,6 +117,26 @@ def call_factory(
             )
     function: Callable[..., Any] = made
     return function
+
+
+def call_check(
+    descriptor: InnerWrapper, context: Mapping[str, Any], options: Mapping[str, Any], where: str
+) -> None:
+    """Runs a wrapper's `check`, where it has one, with what it asks for of `context` and of its options, set or by default.
+
+    Raises what the check raises, PluginError for anything but the core's own errors.
+    """
+    if descriptor.check is None:
+        return
+    parameters = factory_parameters(descriptor.factory, where)
+    defaults = {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty}
+    known = {**defaults, **options, **context}
+    try:
+        descriptor.check(**{name: known[name] for name in inspect.signature(descriptor.check).parameters})
+    except HyperparError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{where}: its check raised {describe_error(error)}.") from error
 
 
 def _captured_modules(value: object, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:

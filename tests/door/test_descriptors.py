@@ -21,6 +21,10 @@ def make(*, module, scale=1.0):
     return print
 
 
+def check(*, module, sizes, scale):
+    return None
+
+
 def sections(shape, *, module, param_name, config):
     return []
 
@@ -36,6 +40,7 @@ def holds(config, sizes):
 RIGHT = [
     InnerWrapper("my.wrapper-2", factory=make),
     InnerWrapper("w", factory=make, forward_style="qkv", needs_axis=None, region_dispatch=True, summary="a kernel"),
+    InnerWrapper("w", factory=make, check=check),
     LocalComputeFactory("c", factory=make),
     LocalComputeFactory("c", factory=make, expects=(), needs_axis="tp"),
     SpecialHandler("h", sections=sections),
@@ -82,6 +87,10 @@ WRONG = [
     (InnerWrapper("w", factory=make, needs_axis=("cp", "tp")), "needs_axis is "),
     (InnerWrapper("w", factory=make, region_dispatch="no"), "region_dispatch is 'no', expected True or False"),
     (InnerWrapper("w", factory=make, summary=None), "summary is None, expected a text"),
+    (InnerWrapper("w", factory=make, check="heads"), "check is 'heads', expected a callable"),
+    (InnerWrapper("w", factory=make, check=lambda *, cp_mesh: None), "expected one that asks for contract, .*, not cp_mesh"),
+    (InnerWrapper("w", factory=make, check=lambda *, sizes, limit: None), ", scale, sizes, target_module only, not limit"),
+    (InnerWrapper("w", factory=make, check=lambda **all: None), r"the check takes \*\*all"),
     (LocalComputeFactory("c", factory=3), "LocalComputeFactory 'c': factory is 3"),
     (LocalComputeFactory("c", factory=make, expects="gate"), "expects is 'gate', expected a tuple of attribute names"),
     (LocalComputeFactory("c", factory=make, expects=(1,)), "expects is "),

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from hyperpar_core.descriptors import CONTEXT_NAMES
-from hyperpar_core.errors import ApplyError, PluginError
-from hyperpar_core.plugins import call_factory, check_factory
+from hyperpar_core.descriptors import CONTEXT_NAMES, InnerWrapper
+from hyperpar_core.errors import ApplyError, PluginError, Refused
+from hyperpar_core.plugins import call_check, call_factory, check_factory
 
 WHERE = "layers.0.mlp: local compute 'mine'"
 
@@ -239,3 +239,22 @@ def test_a_function_that_refers_to_itself_is_no_trap():
         return compute
 
     assert call_factory(factory, context(), {}, WHERE)(None, 3) == 0
+
+
+def test_a_check_gets_what_it_asks_for_and_options_set_or_by_default():
+    def check(*, fqn, sizes, top_k, scale):
+        raise Refused(f"{fqn}: {sizes} {top_k} {scale}")
+
+    wrapper = InnerWrapper("w", factory=with_options, check=check)
+    with pytest.raises(Refused, match=r"^layers\.0: {'tp': 2} 3 1\.0$"):
+        call_check(wrapper, {"fqn": "layers.0", "sizes": {"tp": 2}, "module": None}, {"top_k": 3}, "layers.0: w")
+    call_check(InnerWrapper("w", factory=with_options), {}, {"top_k": 3}, "layers.0: w")
+
+
+def test_an_error_in_a_check_names_the_boundary_and_keeps_its_cause():
+    def check(*, fqn):
+        raise KeyError("heads")
+
+    with pytest.raises(PluginError, match=r"^layers\.0: w: its check raised KeyError: 'heads'") as caught:
+        call_check(InnerWrapper("w", factory=with_options, check=check), {"fqn": "layers.0"}, {}, "layers.0: w")
+    assert isinstance(caught.value.__cause__, KeyError)

@@ -23,7 +23,7 @@ from .exchange import Parts, Transfer, check_heads, to_heads, to_sequence
 from .kernels import Scores, sum_dtype
 from .masks import Block, Mask, Spans
 
-__all__ = ["attention"]
+__all__ = ["attention", "checked"]
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,22 @@ def _ring_backward(job: _Job, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, 
     return own if travelling is None else own + travelling.wait()
 
 
+def checked(q: Tensor, k: Tensor, v: Tensor, parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in autocast's dtype, where it is on; ApplyError where they don't fit each other or the batch."""
+    if torch.is_autocast_enabled(q.device.type):  # as torch's own attention does
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    if not q.dtype == k.dtype == v.dtype:
+        raise ApplyError(f"attention: queries are {q.dtype}, keys {k.dtype}, values {v.dtype}; they must have one dtype.")
+    if q.shape[2] != k.shape[2] or q.shape[2] * parts.group.ranks != parts.length:
+        raise ApplyError(
+            f"attention: {q.shape[2]} queries and {k.shape[2]} keys on each of {parts.group.ranks} ranks, where the batch has"
+            f" {parts.length} positions in all."
+        )
+    check_heads(q.shape[1], k.shape[1], parts.ulysses)
+    return q, k, v
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -181,17 +197,7 @@ def attention(
     q [B, H, local, D]   k [B, G, local, D]   v [B, G, local, Dv]   H a multiple of G   sinks [H], a further score in every row
     scale: 1 / sqrt(D) by default. gather: keys and values all at once instead of along the ring (only without Ulysses).
     """
-    if torch.is_autocast_enabled(q.device.type):  # as torch's own attention does
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    if not q.dtype == k.dtype == v.dtype:
-        raise ApplyError(f"attention: queries are {q.dtype}, keys {k.dtype}, values {v.dtype}; they must have one dtype.")
-    if q.shape[2] != k.shape[2] or q.shape[2] * parts.group.ranks != parts.length:
-        raise ApplyError(
-            f"attention: {q.shape[2]} queries and {k.shape[2]} keys on each of {parts.group.ranks} ranks, where the batch has"
-            f" {parts.length} positions in all."
-        )
-    check_heads(q.shape[1], k.shape[1], parts.ulysses)
+    q, k, v = checked(q, k, v, parts)
     scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, softcap or None, kernel)
     job = _Job(mask, parts, scores, gather and parts.ulysses == 1, q.shape[-1])
     if sinks is not None and parts.ulysses > 1:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["LEAF", "Block", "Mask", "Rule", "Spans", "bidirectional", "causal"]
+__all__ = ["LEAF", "Block", "Mask", "Rule", "Spans", "bidirectional", "causal", "positions"]
 
 LEAF = 1024  # an edge of the largest rectangle that is evaluated at once
 _FINE = 16  # the smallest rectangle that a plainly causal mask is split into
@@ -59,6 +59,7 @@ class Mask:
     length     tokens of the whole sequence
     documents  [batch, length]: 0 for padding, else the number of the token's document; None: neither
     several    whether rows hold more than one document: tokens then see their own only, and the rule counts from its start
+    kept       what was worked out from it, for the layers that come after
     """
 
     rule: Rule
@@ -66,29 +67,47 @@ class Mask:
     length: int
     documents: Tensor | None = None
     several: bool = False
-    _blocks: dict[tuple[Spans, Spans], tuple[Block, ...]] = field(default_factory=dict, repr=False)
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def plainly_causal(self) -> bool:
         """Whether the order of positions alone decides."""
         return self.rule is causal and self.documents is None
 
+    def global_rule(self) -> Rule:
+        """The rule inside documents and without padding, as a rule over positions in the whole sequence."""
+        if "rule" not in self.kept:
+            self.kept["rule"] = self._global_rule()
+        rule: Rule = self.kept["rule"]
+        return rule
+
+    def _global_rule(self) -> Rule:
+        rule, documents = self.rule, self.documents
+        if documents is None:
+            return rule
+        marks = documents
+
+        def unpadded(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return rule(batch, head, query, key) & (marks[batch, key] != 0)
+
+        if not self.several:
+            return unpadded
+        places = self._places()
+
+        def inside(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            theirs = marks[batch, key]
+            counted = rule(batch, head, places[batch, query], places[batch, key])
+            return counted & (marks[batch, query] == theirs) & (theirs != 0)
+
+        return inside
+
     def seen(self, queries: Tensor, keys: Tensor) -> Tensor:
         """bool [batch or 1, 1, queries, keys] for two vectors of global positions. Rows of padding see what their position may see."""
         batch = 1 if self.documents is None else self.documents.shape[0]
         rows = torch.arange(batch, device=queries.device)[:, None, None, None]
         head = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=queries.device)
-        if self.documents is None:
-            out = self.rule(rows, head, queries[None, None, :, None], keys[None, None, None, :])
-            return out.expand(batch, 1, len(queries), len(keys))
-        theirs = self.documents[:, keys][:, None, None, :]
-        if not self.several:
-            out = self.rule(rows, head, queries[None, None, :, None], keys[None, None, None, :])
-            return (out & (theirs != 0)).expand(batch, 1, len(queries), len(keys))
-        ours = self.documents[:, queries][:, None, :, None]
-        place = self._places()
-        out = self.rule(rows, head, place[:, queries][:, None, :, None], place[:, keys][:, None, None, :])
-        return out & (ours == theirs) & (theirs != 0)
+        out = self.global_rule()(rows, head, queries[None, None, :, None], keys[None, None, None, :])
+        return out.expand(batch, 1, len(queries), len(keys))
 
     def _places(self) -> Tensor:
         """Positions counted from the start of each document: [batch, length]."""
@@ -101,9 +120,10 @@ class Mask:
     def blocks(self, queries: Spans, keys: Spans, device: torch.device) -> tuple[Block, ...]:
         """What has to be computed of queries at `queries` against keys at `keys`."""
         place = (queries, keys)
-        if place not in self._blocks:
-            self._blocks[place] = tuple(_Splitter(self, queries, keys, device).blocks())
-        return self._blocks[place]
+        if place not in self.kept:
+            self.kept[place] = tuple(_Splitter(self, queries, keys, device).blocks())
+        blocks: tuple[Block, ...] = self.kept[place]
+        return blocks
 
     def block_mask(self, block: Block, queries: Spans, keys: Spans, device: torch.device) -> Tensor | None:
         """bool [batch or 1, 1, rows, columns] of a partial block; None for the others."""

@@ -22,23 +22,40 @@ _STYLES: tuple[Literal["hf"], Literal["qkv"]] = ("hf", "qkv")
 def _factory(form: str, style: str) -> Callable[..., Callable[..., Any]]:
     """The factory of one wrapper. It imports what it needs when it runs: transformers is slow to load."""
 
-    def factory(
-        *, target_module: Any, model: Any, fqn: str, cp_mesh: Any, tp_mesh: Any, kernel: str = "auto"
-    ) -> Callable[..., Any]:
+    def factory(*, target_module: Any, model: Any, fqn: str, cp_mesh: Any, kernel: str = "auto") -> Callable[..., Any]:
         from .wrappers import wrap
 
-        where = {"target_module": target_module, "model": model, "fqn": fqn, "cp_mesh": cp_mesh, "tp_mesh": tp_mesh}
-        return wrap(form, style, kernel, None, **where)
+        return wrap(form, style, kernel, None, target_module=target_module, model=model, fqn=fqn, cp_mesh=cp_mesh)
 
     def hybrid(
-        *, target_module: Any, model: Any, fqn: str, cp_mesh: Any, tp_mesh: Any, kernel: str = "auto", ulysses_degree: int = 2
+        *, target_module: Any, model: Any, fqn: str, cp_mesh: Any, kernel: str = "auto", ulysses_degree: int = 2
     ) -> Callable[..., Any]:
         from .wrappers import wrap
 
-        where = {"target_module": target_module, "model": model, "fqn": fqn, "cp_mesh": cp_mesh, "tp_mesh": tp_mesh}
-        return wrap(form, style, kernel, ulysses_degree, **where)
+        return wrap(form, style, kernel, ulysses_degree, target_module=target_module, model=model, fqn=fqn, cp_mesh=cp_mesh)
 
     return hybrid if form == "hybrid" else factory
+
+
+def _check(form: str, style: str) -> Callable[..., None]:
+    """What refuses a module when the plan is made."""
+
+    def check(*, target_module: Any, model: Any, fqn: str, contract: Any, sizes: Any, kernel: str) -> None:
+        from .kernels import KERNELS
+        from .refusals import refuse
+
+        refuse(form, style, kernel, KERNELS, None, target_module=target_module, model=model, fqn=fqn, contract=contract, sizes=sizes)
+
+    def hybrid(
+        *, target_module: Any, model: Any, fqn: str, contract: Any, sizes: Any, kernel: str, ulysses_degree: int
+    ) -> None:
+        from .kernels import KERNELS
+        from .refusals import refuse
+
+        where = {"target_module": target_module, "model": model, "fqn": fqn, "contract": contract, "sizes": sizes}
+        refuse(form, style, kernel, KERNELS, ulysses_degree, **where)
+
+    return hybrid if form == "hybrid" else check
 
 
 @hookimpl
@@ -56,6 +73,7 @@ def hyperpar_inner_wrappers() -> list[InnerWrapper]:
             needs_axis="cp",
             region_dispatch=False,
             summary=summary,
+            check=_check(form, style),
         )
         for style in _STYLES
         for form, summary in _FORMS.items()

@@ -18,13 +18,13 @@ from torch.overrides import TorchFunctionMode
 from hyperpar_core import original_forward
 from hyperpar_core.batch import current_share
 from hyperpar_core.collectives.functional import AxisGroup, axis_group
-from hyperpar_core.errors import ApplyError, PlanError, Refused
+from hyperpar_core.errors import ApplyError
 
 from . import huggingface
 from .attention import attention
 from .exchange import Parts, check_heads
-from .kernels import KERNELS
 from .masks import Mask, bidirectional, causal
+from .refusals import ulysses_degree
 
 __all__ = ["ContextParallel", "wrap"]
 
@@ -98,11 +98,18 @@ class ContextParallel:
                 f"{self.fqn}: got {found} as attention mask; under context parallel it is built from the batch that applied.shard_batch"
                 " returned, by transformers' own mask functions."
             )
+        check_heads(query.shape[1], key.shape[1], self.degree, f"{self.fqn}: ")
         parts = Parts(self.group, mask.order, mask.length, self.degree)
+        return self.compute(query, key, value, mask, parts, scaling, softcap or None, s_aux if sinks is None else sinks)
+
+    def compute(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, parts: Parts, scale: float | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """The attention itself, of arguments that have been checked."""
         return attention(
-            query, key, value, mask, parts, scale=scaling, softcap=softcap, sinks=s_aux if sinks is None else sinks,
-            gather=self.form == "all_gather", kernel=self.kernel,
-        )  # fmt: skip
+            q, k, v, mask, parts, scale=scale, softcap=softcap, sinks=sinks, gather=self.form == "all_gather", kernel=self.kernel
+        )
 
     def plain_mask(self, length: int, is_causal: bool) -> Mask:
         """The mask of a module that knows only whether it is causal. `length`: this rank's tokens."""
@@ -158,53 +165,15 @@ class _CallsToSdpa(TorchFunctionMode):
         return out if query.ndim == 4 else out.reshape(*lead, *out.shape[1:])
 
 
-def _local_heads(module: nn.Module, tp: int) -> tuple[int, int] | None:
-    """(query heads, key/value heads) of one tp rank, where the module's config says."""
-    config = getattr(module, "config", None)
-    heads = getattr(config, "num_attention_heads", None)
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    if not isinstance(heads, int) or not isinstance(groups, int) or heads % tp:
-        return None
-    return heads // tp, max(groups // tp, 1)
-
-
-def _check_dropout(fqn: str, module: nn.Module) -> None:
-    for name in ("attention_dropout", "attn_dropout", "attn_pdrop"):
-        value = getattr(module, name, None)
-        value = value.p if isinstance(value, nn.Dropout) else value
-        if isinstance(value, float) and value > 0:
-            raise Refused(
-                f"{fqn}: attention dropout is {value}; under context parallel it isn't supported.\n"
-                "  Set it to 0 in the config before the model is made."
-            )
-
-
-def _degree(form: str, ranks: int, asked: int | None, fqn: str) -> int:
-    if form == "ulysses":
-        return ranks
-    if form != "hybrid":
-        return 1
-    degree = 2 if asked is None else asked
-    if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1 or ranks % degree:
-        divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
-        raise Refused(f"{fqn}: ulysses_degree {degree!r} doesn't divide cp={ranks}. Degrees that work: {', '.join(map(str, divisors))}.")
-    return degree
-
-
 def wrap(
-    form: str, style: str, kernel: str, ulysses_degree: int | None, *, target_module: nn.Module, model: nn.Module, fqn: str,
-    cp_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None,
+    form: str, style: str, kernel: str, degree: int | None, *, target_module: nn.Module, model: nn.Module, fqn: str,
+    cp_mesh: DeviceMesh | None, kind: type[ContextParallel] = ContextParallel,
 ) -> ContextParallel:  # fmt: skip
-    """What the factory of one form ("all_gather", "ring", "ulysses", "hybrid") and style ("hf", "qkv") returns for a module."""
-    if cp_mesh is None:
-        raise PlanError(f"{fqn}: context-parallel attention needs an active cp axis; write `when: cp` in its entry.")
-    if kernel not in KERNELS:
-        raise PlanError(f"{fqn}: kernel {kernel!r}; known: {', '.join(KERNELS)}.")
-    _check_dropout(fqn, target_module)
+    """What the factory of one form ("all_gather", "ring", "ulysses", "hybrid") and style ("hf", "qkv") returns for a module.
+
+    degree: the hybrid's option. What can't be wrapped was refused when the plan was made, by `refusals.refuse`.
+    """
+    assert cp_mesh is not None, "needs_axis is cp"
     group = axis_group(cp_mesh)
-    degree = _degree(form, group.ranks, ulysses_degree, fqn)
-    heads = _local_heads(target_module, 1 if tp_mesh is None else tp_mesh.size())
-    if degree > 1 and heads is not None:
-        check_heads(*heads, degree, f"{fqn}: ")
     interface = style == "hf" and huggingface.takes_registered_attention(target_module, model)
-    return ContextParallel(fqn, group, form, degree, kernel, interface)
+    return kind(fqn, group, form, ulysses_degree(form, group.ranks, degree, fqn), kernel, interface)
