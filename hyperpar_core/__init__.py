@@ -11,6 +11,7 @@
 
 from .applied import Applied, apply_plan
 from .apply.check import CheckReport, check_plan
+from .apply.checks import Checks
 from .apply.expert_mesh import build_expert_mesh
 from .apply.generated import original_forward
 from .apply.meshes import make_mesh
@@ -20,6 +21,8 @@ from .plan.build import LossSpec, build_plan, suggest_overrides
 from .plan.overrides import Override, Overrides
 from .plan.sharding_plan import ShardingPlan
 from .plugins import plugin_report
+from .train.bare import meta_model
+from .train.seeds import set_seed
 from .view.diff import diff
 from .view.explain import explain
 
@@ -29,6 +32,7 @@ __all__ = [
     "API_VERSION",
     "Applied",
     "CheckReport",
+    "Checks",
     "LossSpec",
     "Override",
     "Overrides",
@@ -41,7 +45,9 @@ __all__ = [
     "explain",
     "hookimpl",
     "make_mesh",
+    "meta_model",
     "original_forward",
     "plugin_report",
+    "set_seed",
     "suggest_overrides",
 ]

@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from .apply.agreement import agree
 from .apply.applier import Installed, install
+from .apply.checks import Checks, compare_replicas
 from .apply.gradient_sums import GradientSums
 from .apply.meshes import axis_groups
 from .apply.preflight import preflight, record
@@ -22,11 +24,16 @@ from .placement import Placement, layout_on
 from .plan.boundaries import find_structure
 from .plan.sharding_plan import ShardingPlan
 from .train import batch as batches
+from .train import checkpoint, loading, saving
 from .train import data_parallel as fsdp
-from .train import saving
 from .train.clip import clip_grad_norm
+from .train.finite import refuse_nonfinite
+from .train.materialise import materialise
+from .train.optimizers import retire
 
 __all__ = ["Applied", "apply_plan"]
+
+_CHECKS = Checks()
 
 
 class Applied:
@@ -40,8 +47,9 @@ class Applied:
         mode: str,
         data_parallel: str,
         installed: Installed,
+        checks: Checks | None,
     ) -> None:
-        self.model, self.plan, self.mesh, self.mode = model, plan, mesh, mode
+        self.model, self.plan, self.mesh, self.mode, self.checks = model, plan, mesh, mode, checks
         self.data_parallel = data_parallel
         self.expert_mesh = installed.expert_mesh
         self._sharded = False
@@ -80,6 +88,8 @@ class Applied:
 
     def shard_batch(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Any:
         """This rank's share of its dp rank's whole sequences: see train.batch.shard_batch. Every rank calls it."""
+        if self.checks is not None and self.checks.inputs != 0:
+            batches.compare(batch, self._groups.get("cp"), next(self.model.parameters()).device)
         shares = batches.shard_batch(self.model, batch, self._groups, self.plan.cp_order)
         self._tokens = batches.lengths(batch, shares)
         return shares
@@ -109,8 +119,28 @@ class Applied:
         return saving.full_state_dict(self.model)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
-        """Writes a folder that plain transformers loads."""
+        """Writes a folder that plain transformers loads: see train.saving.save_pretrained. Every rank calls it."""
         saving.save_pretrained(self.model, folder, self.mesh, **options)
+
+    def load_pretrained(self, folder: str | Path) -> None:
+        """Each rank reads its own share of a Hugging Face folder: see train.loading.load_pretrained. Every rank calls it."""
+        loading.load_pretrained(self.model, self.mesh, folder, self._materialise)
+
+    def save_checkpoint(
+        self, folder: str | Path, optimizer: checkpoint.Optimizers = None, *, step: int, **options: Any
+    ) -> checkpoint.SaveHandle | None:
+        """Writes a checkpoint of model and optimizer: see train.checkpoint.save_checkpoint. Every rank calls it.
+
+        options: extra, rank_extra, keep=2, asynchronous=False.
+        """
+        return checkpoint.save_checkpoint(self.model, self.mesh, folder, optimizer, step=step, **options)
+
+    def load_checkpoint(
+        self, folder: str | Path, optimizer: checkpoint.Optimizers = None, *, step: int | None = None
+    ) -> dict[str, Any] | None:
+        """Reads the newest complete checkpoint, at any degrees: see train.checkpoint.load_checkpoint. Every rank calls it."""
+        before = self._materialise
+        return checkpoint.load_checkpoint(self.model, self.mesh, folder, optimizer, step=step, materialise=before)
 
     def fully_shard(self, **options: Any) -> nn.Module:
         """FSDP2 over dp (x cp), experts over edp; from then on FSDP sums gradients over them. Options are torch's fully_shard's.
@@ -125,15 +155,29 @@ class Applied:
         if self._sharded:
             raise ApplyError("fully_shard was called on this model already.")
         layers = find_structure(self.model).layers
+        before = list(self.model.parameters())
         self._sums.remove()
         fsdp.shard_model(self.model, self.mesh, tuple(self.plan.sizes), layers, options, self.expert_mesh)
         installed.parameters.clear()  # FSDP holds its own
         self._sharded = True
+        retire(before, self.model, "fully_shard")
         return self.model
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clips all gradients to a joint norm, right across meshes; returns the norm before. See train.clip.clip_grad_norm."""
-        return clip_grad_norm(self.model.parameters(), max_norm, norm_type)
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clips all gradients to a joint norm, right across meshes; returns the norm before. See train.clip.clip_grad_norm.
+
+        error_if_nonfinite: a norm that isn't finite raises before anything is scaled, as check_gradients does.
+        """
+        check = self.check_gradients if error_if_nonfinite else None
+        return clip_grad_norm(self.model.parameters(), max_norm, norm_type, check)
+
+    def check_gradients(self, norm: Tensor | None = None) -> None:
+        """Raises ApplyError, on every rank, where a gradient (or `norm`, theirs) isn't finite; names the boundary. Every rank calls it."""
+        refuse_nonfinite(self.model, self._groups, [c.fqn for c in self.plan.boundaries], norm)
+
+    def check_replicas(self) -> None:
+        """Raises RankMismatch, on every rank, where replicas of a parameter aren't bitwise equal; names it. Every rank calls it."""
+        compare_replicas(self.model, self._groups)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside leave gradients unsummed; the first one outside sums them too."""
@@ -155,10 +199,24 @@ class Applied:
         if any(isinstance(module, FSDPModule) for module in self.model.modules()):
             raise ApplyError("undo() after fully_shard: FSDP can't be taken off a model; save it, and load it anew.")
         values = self.full_parameters() if installed.parameters else {}
+        before = list(self.model.parameters())
         self._sums.remove()
         installed.journal.undo(values)
         self._installed = None
+        retire(before, self.model, "undo")
         return self.model
+
+    def _materialise(self) -> None:
+        """Gives a model on the meta device its memory; the gradient sums watch the parameters that it then has."""
+        before = list(self.model.parameters())
+        made = materialise(self.model, torch.device(self.mesh.device_type))
+        installed = self._live()
+        if made and installed.parameters:
+            self._sums.remove()
+            now = {n: (made.get(id(p), p), grad) for n, (p, grad) in installed.parameters.items()}
+            installed.parameters.update(now)
+            self._sums = GradientSums(now, self._sums.groups)
+        retire(before, self.model, "load_pretrained")
 
     def _live(self) -> Installed:
         if self._installed is None:
@@ -174,11 +232,13 @@ def apply_plan(
     mode: str = "production",
     data_parallel: str = "core",
     weights: str = "check",
+    checks: Checks | None = _CHECKS,
 ) -> Applied:
     """Makes `model` parallel in place. Every rank of `mesh` calls it with the same plan and a whole copy of the model.
 
     data_parallel: "core" sums gradients over dp too; "external" leaves dp to FSDP, DDP or the caller.
     weights: "check" refuses ranks whose copies differ, "broadcast" takes the first rank's, "trust" doesn't look.
+    checks: what is looked at beside training, and how often; None turns all of it off.
     Raises ApplyError, PlanError, PluginError or RankMismatch with the model as it was, on every rank.
     """
     problem: Exception | None = None
@@ -186,7 +246,8 @@ def apply_plan(
     try:
         preflight(model, plan, mesh, mode, data_parallel, weights)
         hashes = weight_hashes(model) if weights == "check" and mesh.size() > 1 else {}
-        facts = record(plan, mesh, {"mode": mode, "data_parallel": data_parallel, "weights": weights}, hashes)
+        options = {"mode": mode, "data_parallel": data_parallel, "weights": weights, "checks": str(checks)}
+        facts = record(plan, mesh, options, hashes)
     except Exception as error:
         problem = error
     agree(mesh, facts, problem)
@@ -194,9 +255,10 @@ def apply_plan(
         broadcast_weights(model, mesh)
     installed: Installed | None = None
     applied: Applied | None = None
+    before = list(model.parameters())
     try:
-        installed = install(model, plan, mesh, mode, data_parallel)
-        applied = Applied(model, plan, mesh, mode, data_parallel, installed)
+        installed = install(model, plan, mesh, mode, data_parallel, checks=checks)
+        applied = Applied(model, plan, mesh, mode, data_parallel, installed, checks)
     except Exception as error:
         problem = error
     try:
@@ -207,4 +269,5 @@ def apply_plan(
         raise
     assert installed is not None and applied is not None
     installed.journal.commit()
+    retire(before, model, "apply_plan")
     return applied

@@ -24,15 +24,18 @@ from ..plan.gradients import computes_on_parts
 from ..plan.sharding_plan import ShardingPlan
 from ..plugins import call_factory, get_registry
 from .attributes import divide
+from .checks import Checks
 from .cut_input import CutInput
 from .expert_mesh import build_expert_mesh, parameter_mesh
 from .generated import ModuleState, state_of
 from .journal import Journal
 from .meshes import axis_groups, submesh
+from .misuse import refuse_resize, refuse_save
 from .parameters import BoundView, SharedSlice, distribute, gradient_placements, held_placements, pieces
 from .regions import BoundStep, ModelState, Region
-from .root import Root, refuse_resize
+from .root import Root
 from .router_logits import AuxLoss, RouterLogits
+from .streams import Streams, at_boundary, declares_randomness, projections, refuse_layerdrop
 from .validate import ParameterView, Validation, raise_mismatch, register_attention, sees_local
 
 __all__ = ["Installed", "install"]
@@ -73,8 +76,9 @@ class _Installer:
         mode: str,
         core_dp: bool,
         report: Callable[[str, str], None] | None,
+        checks: Checks | None,
     ) -> None:
-        self.model, self.plan, self.mesh, self.mode = model, plan, mesh, mode
+        self.model, self.plan, self.mesh, self.mode, self.checks = model, plan, mesh, mode, checks
         self.groups = axis_groups(mesh)
         self.axes = tuple(plan.sizes)
         self.parameter_mesh = submesh(mesh, dp=core_dp)
@@ -85,6 +89,7 @@ class _Installer:
         self.core_dp = core_dp
         self.journal = Journal()
         self.state = ModelState(report)
+        self.streams = self._streams()
         self.parameters: dict[str, tuple[nn.Parameter, tuple[Any, ...]]] = {}
         self.gradients: dict[int, tuple[Any, ...]] = {}  # {id of a DTensor parameter: placements of its gradient}
         self.original_names = {
@@ -107,6 +112,14 @@ class _Installer:
         experts = self.expert_parameter_mesh
         sums = axis_group(experts["edp"]) if experts is not None and "edp" in (experts.mesh_dim_names or ()) else None
         return Installed(self.journal, self.state, self.parameters, self.parameter_mesh, self.expert_mesh, sums)
+
+    def _streams(self) -> Streams | None:
+        """What the model draws its random numbers from; None where it draws none, or alone."""
+        if not self.groups or not declares_randomness(self.model):
+            return None
+        refuse_layerdrop(self.model, self.plan)
+        rest = tuple(group.rank for axis, group in self.groups.items() if axis != "tp")
+        return Streams(self.groups.get("tp"), rest, self.mesh.device_type == "cuda")
 
     # parameters
 
@@ -175,6 +188,7 @@ class _Installer:
         region = Region(
             contract.fqn, self.state, inputs, outputs, contract.out_names, (contract.in_src, contract.out_dst),
             None if child else compute, keep, self._validation(contract),
+            (None, None) if self.streams is None else at_boundary(self.streams, contract),
         )  # fmt: skip
         self._state(module, runs=True).run = region
         if child:
@@ -182,6 +196,10 @@ class _Installer:
             self._state(target, runs=True).run = _Inner(compute)  # type: ignore[arg-type]
         for name, forward in getattr(compute, "children", {}).items():
             self._state(module.get_submodule(name), runs=True).run = _Inner(forward)
+        if self.streams is not None:
+            for projection, run in projections(self.streams, contract, module):
+                if state_of(projection) is None:
+                    self._state(projection, runs=True).run = run
         self._adopt(contract, module, region)
         install = getattr(compute, "install", None)
         if install is not None:  # what it changes beside the forward, a config's attention name, say; it hands back the inverse
@@ -308,11 +326,15 @@ class _Installer:
         for module in self.model.modules():
             if hasattr(module, "resize_token_embeddings"):
                 self.journal.set_attribute(module, "resize_token_embeddings", refuse_resize)
+            if hasattr(module, "save_pretrained"):
+                self.journal.set_attribute(module, "save_pretrained", refuse_save)
         state = self._state(self.model, runs=True)
         shares = tuple(axis for axis in self.groups if axis == "cp" or (axis == "dp" and self.core_dp))
         cut = CutInput(self.model, self.groups["cp"], self.plan.cp_order) if "cp" in self.groups else None
         aux = AuxLoss(prod(self.groups[axis].ranks for axis in ("dp", "cp") if axis in self.groups))
-        state.run = Root(self.model, self.state, self.plan.sequence_parallel, shares, state.run, aux, cut)
+        state.run = Root(
+            self.model, self.state, self.plan.sequence_parallel, shares, state.run, aux, cut, self.streams, self.checks, self.groups
+        )  # fmt: skip
 
     def _wrap_routers(self) -> None:
         """Around the module that holds the decoder layers: what makes the routers' logits whole."""
@@ -339,9 +361,10 @@ def install(
     mode: str,
     data_parallel: str,
     report: Callable[[str, str], None] | None = None,
+    checks: Checks | None = None,
 ) -> Installed:
     """Changes `model` in place, on every rank of `mesh`; any error leaves it as it was. The journal is not committed yet.
 
     report: where validate mode notes a mismatch; by default it raises PlacementMismatch.
     """
-    return _Installer(model, plan, mesh, mode, data_parallel == "core", report).install()
+    return _Installer(model, plan, mesh, mode, data_parallel == "core", report, checks).install()

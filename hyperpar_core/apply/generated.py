@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from .misuse import refuse_ddp
+
 __all__ = ["STATE", "ModuleState", "generated_class", "original_forward", "plain_name", "state_of"]
 
 STATE = "_hyperpar"
@@ -110,6 +112,23 @@ def _parameter_property(name: str) -> property:
     return property(get, put)
 
 
+def _ignored_by_ddp() -> property:
+    """What DistributedDataParallel asks a module for first."""
+    name = "_ddp_params_and_buffers_to_ignore"
+
+    def get(self: nn.Module) -> Any:
+        if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+            refuse_ddp()
+        if name not in self.__dict__:
+            raise AttributeError(name)
+        return self.__dict__[name]
+
+    def put(self: nn.Module, value: Any) -> None:
+        self.__dict__[name] = value
+
+    return property(get, put)
+
+
 _classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
 
 
@@ -130,6 +149,7 @@ def generated_class(base: type, names: tuple[str, ...], runs: bool) -> type:
     members.update(
         __module__=base.__module__, __qualname__=base.__qualname__, __doc__=base.__doc__, _hyperpar_base=base
     )
+    members["_ddp_params_and_buffers_to_ignore"] = _ignored_by_ddp()
     if runs:
 
         @functools.wraps(base.forward)  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from ..collectives.transition import Transition
 from ..errors import ApplyError
 from ..placement import Layout, shard_size
 from .generated import in_backward, original_forward
+from .streams import Switch
 from .validate import Validation
 
 __all__ = ["BoundStep", "ModelState", "Region"]
@@ -105,6 +106,7 @@ class Region:
         compute: Callable[..., Any] | None = None,
         keep_sharded: tuple[Any, int] | None = None,
         validation: Validation | None = None,
+        switches: tuple[Switch | None, Switch | None] = (None, None),
     ) -> None:
         self.fqn, self.model = fqn, model
         self.inputs = tuple((name, position, steps) for name, (position, steps) in inputs.items())
@@ -115,11 +117,14 @@ class Region:
             keep_sharded  # (1-D mesh, width): with labels, the output leaves as a DTensor cut on its last dim
         )
         self.validation = validation
+        self.at_entry, self.at_exit = switches
         self.active = 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.inputs:
             args, kwargs = self._enter(args, kwargs)
+        if self.at_entry is not None and module.training:
+            self.at_entry()
         compute = original_forward if self.compute is None else self.compute
         if self.validation is not None:
             self.model.where = self.fqn
@@ -133,6 +138,8 @@ class Region:
                     out = compute(module, *args, **kwargs)
         finally:
             self.active -= 1
+        if self.at_exit is not None and module.training:
+            self.at_exit()
         return self._leave(out) if self.outputs else out
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..collectives.functional import AxisGroup
 from ..errors import ApplyError
+from .checks import Checks, compare_inputs, compare_replicas, due
 from .cut_input import CutInput
+from .first_forward import FirstForward, watchable
 from .generated import original_forward, plain_name
+from .misuse import refuse_trainer
 from .regions import ModelState
 from .router_logits import AuxLoss
 from .share import activate
+from .streams import Streams
 
-__all__ = ["Root", "refuse_resize"]
+__all__ = ["Root"]
 
 
 class Root:
@@ -24,6 +31,8 @@ class Root:
     shares: the axes over which each rank's loss is only its share of the whole (gradients are summed over them).
     aux: counts this rank's share of an auxiliary loss.
     cut: reads what this rank holds of sequences that are cut over cp.
+    streams: what the model draws its random numbers from, where it draws any.
+    checks: what is checked beside the forward, over groups {axis: its ranks}.
     """
 
     def __init__(
@@ -35,17 +44,24 @@ class Root:
         region: Callable[..., Any] | None,
         aux: AuxLoss,
         cut: CutInput | None = None,
+        streams: Streams | None = None,
+        checks: Checks | None = None,
+        groups: Mapping[str, AxisGroup] | None = None,
     ) -> None:
         self.state, self.sequence_parallel, self.shares, self.region = state, sequence_parallel, shares, region
         self.cut, self.aux = cut, aux
+        self.streams, self.checks, self.groups = streams, checks, dict(groups or {})
+        self.forwards, self.trained = 0, 0  # how many forwards, and how many of them in training
         self.known = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
         names = list(inspect.signature(type(model).forward).parameters)
         self.labels_position = names.index("labels") - 1 if "labels" in names else None
-        self.checked = False
+        self.checked = self.watched = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.checked:
             self._check(module)
+        if self.checks is not None and not torch.compiler.is_compiling():
+            self._run_checks(module, args, kwargs)
         position = self.labels_position
         labels = kwargs.get("labels")
         if labels is None and position is not None and position < len(args):
@@ -62,10 +78,34 @@ class Root:
             )
         self.state.labels = labels is not None
         if self.cut is None:
-            return self._run(module, args, kwargs)
+            return self._train(module, args, kwargs)
         kwargs, share = self.cut.share(module, args, kwargs)
         with activate(share):
+            return self._train(module, args, kwargs)
+
+    def _run_checks(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self.checks is not None
+        device = next(module.parameters()).device
+        if "tp" in self.groups and due(self.checks.inputs, self.forwards, device.type == "cuda"):
+            compare_inputs(args, kwargs, self.groups["tp"], device)
+        if module.training and due(self.checks.replicas, self.trained, False):
+            compare_replicas(module, self.groups)
+        self.forwards += 1
+
+    def _train(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward, in training with random streams of its own, and the first time watched."""
+        if not module.training or torch.compiler.is_compiling():
             return self._run(module, args, kwargs)
+        self.trained += 1
+        with self.streams.forward() if self.streams is not None else nullcontext():
+            if self.watched or not self.groups or not watchable(module):
+                return self._run(module, args, kwargs)
+            with FirstForward(kwargs.get("num_items_in_batch")) as watch:
+                out = self._run(module, args, kwargs)
+        loss = out.get("loss") if isinstance(out, dict) else out[0] if isinstance(out, tuple) and self.state.labels else None
+        watch.check(module, loss, self.shares, self.streams is not None)
+        self.watched = not self.state.labels or loss is not None
+        return out
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         summed = self.state.labels and kwargs.get("num_items_in_batch") is not None
@@ -82,14 +122,15 @@ class Root:
                 f"{len(unknown)} parameters aren't in the plan: {', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}.\n"
                 "  Adapters and other new parameters go on before build_plan, so that they are planned too (applied.undo() first)."
             )
+        refuse_trainer()
         self.checked = True
 
 
-def refuse_resize(*args: Any, **kwargs: Any) -> Any:
-    """Stands in for `resize_token_embeddings` while a plan is on the model."""
+def refuse_save(*args: Any, **kwargs: Any) -> Any:
+    """Stands in for `save_pretrained` while a plan is on the model."""
     raise ApplyError(
-        "resize_token_embeddings on a planned model: the plan knows the old vocab.\n"
-        "  Call applied.undo(), resize, and plan anew; or resize before build_plan."
+        "save_pretrained on a planned model: this rank holds parts of the parameters.\n"
+        "  Call applied.save_pretrained(folder) on every rank: whole tensors, a folder that plain transformers loads."
     )
 
 

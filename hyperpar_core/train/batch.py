@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..apply.checks import compare_inputs
 from ..apply.share import joined, multiple, taken
 from ..collectives.functional import AxisGroup, all_gather, all_reduce
 from ..errors import ApplyError
 from ..plan.build import find_family
 
-__all__ = ["lengths", "reduce_loss", "shard_batch", "unshard"]
+__all__ = ["compare", "lengths", "reduce_loss", "shard_batch", "unshard"]
 
 IGNORE = -100
 # What has a value for each token, and what stands in its place on padding; the last two are read here and don't travel as they are.
@@ -213,6 +214,14 @@ def _positions(model: nn.Module, share: Mapping[str, Any], documents: Tensor) ->
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return index - index.masked_fill(~starts, 0).cummax(1).values
+
+
+def compare(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], group: AxisGroup | None, device: torch.device) -> None:
+    """Raises RankMismatch unless all ranks of cp were given the same whole sequences."""
+    if group is None:
+        return
+    for part in [batch] if isinstance(batch, Mapping) else batch:
+        compare_inputs((), part, group, device)
 
 
 def lengths(batch: Any, shares: Any) -> dict[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,10 +41,16 @@ def _norms(grads: list[Tensor], kind: float) -> Tensor:
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    check: Callable[[Tensor], None] | None = None,
+) -> Tensor:
     """Scales gradients in place so that their joint norm is at most `max_norm`; returns the norm before, equal on all ranks.
 
     Every rank of the mesh calls it with the same parameters (a generator will do); those without a gradient don't count.
+    check: called with the norm, on every rank, before anything is scaled.
     """
     kind = float(norm_type)
     if not kind > 0:
@@ -68,6 +74,8 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm_typ
     if total is None:
         return torch.zeros(())
     norm = total if math.isinf(kind) else total.pow(1.0 / kind)
+    if check is not None:
+        check(norm)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for _, grads in groups.values():
         locals_ = [_local(g) for g in grads if _local(g).numel()]

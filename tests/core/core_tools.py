@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hyperpar_core import apply_plan, build_plan, make_mesh
+from hyperpar_core import Checks, apply_plan, build_plan, make_mesh
 from hyperpar_core.testing import tiny_batch, tiny_model
 
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-10}
+ALL = Checks()
 WHERE = {  # what a collective is called at the process group
     "c10d::allreduce_": "all_reduce",
     "c10d::allgather_into_tensor_coalesced_": "all_gather",
@@ -33,12 +34,14 @@ def small(family="llama", dtype=torch.float32, **config):
     return tiny_model(family, dtype, **{"num_key_value_heads": 4, "num_hidden_layers": 1, **config})
 
 
-def planned(family="llama", *, dp=1, tp=1, seq=8, batch=2, data_parallel="core", config=None, dtype=torch.float32, **plan):
+def planned(
+    family="llama", *, dp=1, tp=1, seq=8, batch=2, data_parallel="core", config=None, dtype=torch.float32, checks=ALL, **plan
+):
     """(applied, the same model in one process, the global batch), on every rank of a mesh of dp x tp."""
     model = small(family, dtype, **(config or {}))
     single = copy.deepcopy(model)
     mesh = make_mesh(dp=dp, tp=tp)
-    applied = apply_plan(model, build_plan(model, mesh, **plan), mesh, data_parallel=data_parallel)
+    applied = apply_plan(model, build_plan(model, mesh, **plan), mesh, data_parallel=data_parallel, checks=checks)
     return applied, single, tiny_batch(single, batch=batch * dp, seq=seq)
 
 
