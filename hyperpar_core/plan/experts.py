@@ -22,7 +22,7 @@ __all__ = ["check_expert_degree", "cut_over_ep", "cut_over_tp", "experts_per_tok
            "suggested_archetypes"]  # fmt: skip
 
 # Integer attributes that count experts; a module that holds local ones needs them divided.
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # What a router, its block or the config calls the number of experts that a token goes to.
 CHOSEN_COUNTS = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 # What transformers calls the stacked weights of experts: features of the intermediate size come out of these, or go into those.
@@ -43,16 +43,26 @@ def check_expert_degree(ep_size: int, sizes: Mapping[str, int]) -> None:
         )
 
 
-def cut_over_ep(name: str, value: nn.Parameter, owner: nn.Module, ep: int) -> tuple[Layout, list[str]]:
-    """(how stacked experts lie on ep, the owner's attributes that count them); Refused unless ep divides their number."""
-    count = value.shape[0]
+def cut_over_ep(fqn: str, block: nn.Module, local: str, value: nn.Parameter, ep: int) -> tuple[Layout, dict[str, int]]:
+    """(how stacked experts lie on ep, {attribute of the block's modules that counts them: ep}); Refused unless ep divides their number.
+
+    `local`: the parameter's name in the block `fqn`. The weights of all experts may lie one below the other in two dims; then the
+    module that holds them, or one above it, says how many they are.
+    """
+    path = local.rpartition(".")[0].split(".") if "." in local else []
+    owners = {".".join(path[:i]): block.get_submodule(".".join(path[:i])) for i in range(len(path), 0, -1)} or {"": block}
+    said = [n for owner in owners.values() for a in EXPERT_COUNTS if isinstance(n := getattr(owner, a, None), int)]
+    count = next((n for n in said if n and value.shape[0] % n == 0), value.shape[0])
     if count % ep:
         degrees = [d for d in range(2, count + 1) if count % d == 0]
         raise Refused(
-            f"{name}: {count} experts can't be split over ep={ep}.\n"
+            f"{fqn}.{local}: {count} experts can't be split over ep={ep}.\n"
             f"  Degrees of ep that divide them: {', '.join(map(str, degrees)) or 'none'}; ep must also divide dp x cp x tp."
         )
-    return {"ep": Shard(0)}, [a for a in EXPERT_COUNTS if getattr(owner, a, None) == count]
+    counts = [
+        f"{name}.{a}" if name else a for name, owner in owners.items() for a in EXPERT_COUNTS if getattr(owner, a, None) == count
+    ]
+    return {"ep": Shard(0)}, dict.fromkeys(counts, ep)
 
 
 def cut_over_tp(
@@ -97,6 +107,12 @@ def holds_experts(contract: Contract) -> bool:
     return any("ep" in layout for layout in contract.params.values())
 
 
+def _dispatches(contract: Contract) -> bool:
+    """Whether a local compute is declared that lets tokens travel. A callable owns its semantics; a registered name says its axis."""
+    name = contract.local_compute_fn
+    return name is not None and (not isinstance(name, str) or get_registry().local_compute(name)[0].needs_axis == "ep")
+
+
 def require_archetypes(boundaries: Sequence[Contract], ep_size: int, family: ModelFamily | None) -> None:
     """PlanError unless every boundary that holds experts over ep, and no other, declares a local compute for them."""
     registry = get_registry()
@@ -110,7 +126,7 @@ def require_archetypes(boundaries: Sequence[Contract], ep_size: int, family: Mod
     blocks = [c.fqn for c in boundaries if holds_experts(c)]
     if not blocks:
         raise Refused(f"ep_size={ep_size}: no boundary of this model holds experts over ep.")
-    missing = [c.fqn for c in boundaries if holds_experts(c) and c.local_compute_fn is None]
+    missing = [c.fqn for c in boundaries if holds_experts(c) and not _dispatches(c)]
     if not missing:
         return
     offered = [(d, provider) for d, provider in registry.offered(LocalComputeFactory) if d.needs_axis == "ep"]

@@ -347,9 +347,8 @@ def _moe_mlp(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, 
     held = _Held({name: {} for name in owned}, {}, {}, {}, {})
     if ctx.ep > 1:
         for name, value in experts.items():
-            path = name.rpartition(".")[0]
-            held.params[name], counts = cut_over_ep(f"{fqn}.{name}", value, module.get_submodule(path), ctx.ep)
-            held.divide.update({f"{path}.{attribute}" if path else attribute: ctx.ep for attribute in counts})
+            held.params[name], counts = cut_over_ep(fqn, module, name, value, ctx.ep)
+            held.divide.update(counts)
     sums = ctx.ep == 1 and ctx.tp > 1 and _cut_block(ctx, fqn, module, owned, experts, held)
     x = first_argument(module)
     inside, yields = (ctx.layout(), ctx.layout(Partial())) if sums else (ctx.layout(Shard(1)), ctx.layout(Shard(1)))

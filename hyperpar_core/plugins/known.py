@@ -23,6 +23,8 @@ _KNOWN: dict[type, dict[str, str]] = {
         "*_topk_router": "hyperpar-moe-ep",
         "*_shared_expert_gate": "hyperpar-moe-ep",
         "*_sigmoid_group_shared": "hyperpar-moe-ep",
+        "*_scaled_inputs": "hyperpar-moe-ep",
+        "*_sorted_rows": "hyperpar-moe-ep",
         "vocab_parallel*": "hyperpar-vocab-embedding",
     },
     LossFactory: {"vocab_parallel*": "hyperpar-vocab-embedding"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hyperpar_core import hookimpl
 from hyperpar_core.descriptors import LocalComputeFactory, ModelFamily, PluginInfo, SpecialHandler
 
-from . import dense, head_bias, moe, packed
+from . import dense, head_bias, moe, packed, rows
 
 __all__ = [
     "hyperpar_local_compute_factories",
@@ -32,4 +32,4 @@ def hyperpar_special_handlers() -> list[SpecialHandler]:
 
 @hookimpl
 def hyperpar_local_compute_factories() -> list[LocalComputeFactory]:
-    return list(head_bias.LOCAL_COMPUTES)
+    return [*head_bias.LOCAL_COMPUTES, *rows.LOCAL_COMPUTES]

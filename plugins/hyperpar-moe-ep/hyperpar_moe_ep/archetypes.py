@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,10 +22,11 @@ from hyperpar_core import original_forward
 from hyperpar_core.collectives.functional import axis_group
 from hyperpar_core.errors import ApplyError, OverrideError, Refused
 
-from .dispatch import DISPATCHERS, Dispatcher
+from .dispatch import DISPATCHERS, Build, Dispatcher, nothing
+from .other_calls import ScaledInputs, SortedRows
 
-__all__ = ["BlockForward", "deepseekv3_sigmoid_group_shared", "experts_dispatch", "mixtral_topk_router",
-           "qwen2moe_shared_expert_gate", "routed_only_softmax_topk", "topk_router"]  # fmt: skip
+__all__ = ["BlockForward", "deepseekv3_sigmoid_group_shared", "experts_dispatch", "jetmoe_sorted_rows", "llama4_scaled_inputs",
+           "mixtral_topk_router", "qwen2moe_shared_expert_gate", "routed_only_softmax_topk", "topk_router"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,11 @@ class BlockForward:
     children: Mapping[str, Callable[..., Any]]
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return original_forward(module, *args, **kwargs)
+        out = original_forward(module, *args, **kwargs)
+        x = args[0] if args else next(iter(kwargs.values()))
+        if isinstance(out, tuple) and out[0].ndim < x.ndim:  # some hand back rows, of which a boundary can't tell sequences
+            return (out[0].view(x.shape), *out[1:])
+        return out
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class DispatchedExperts:
             )
         x = hidden.reshape(-1, hidden.shape[-1])
         if isinstance(x, FakeTensor):  # the offline check: shapes alone can't say how many rows travel
-            x = x * weights.sum(1, keepdim=True).to(x.dtype) + _nothing(module).to(x.dtype)
+            x = x * weights.sum(1, keepdim=True).to(x.dtype) + nothing(module).to(x.dtype)
             return x.reshape(hidden.shape)
         return self.dispatch(partial(_local_experts, module), x, indices, weights).reshape(hidden.shape)
 
@@ -75,14 +79,8 @@ class DispatchedExperts:
 def _local_experts(module: nn.Module, x_NH: Tensor, expert_N1: Tensor, weight_N1: Tensor) -> Tensor:
     """The experts' own forward on this rank's experts. Without a token their gradients are zero, not missing."""
     if len(x_NH):
-        return original_forward(module, x_NH, expert_N1, weight_N1)  # type: ignore[no-any-return]
-    return x_NH * weight_N1.to(x_NH.dtype) + _nothing(module).to(x_NH.dtype)
-
-
-def _nothing(module: nn.Module) -> Tensor:
-    """0, by way of every parameter of the experts."""
-    weights = [getattr(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
-    return torch.stack([weight.flatten()[:0].sum() for weight in weights]).sum()
+        return original_forward(module, x_NH, expert_N1, weight_N1).reshape(x_NH.shape)  # type: ignore[no-any-return]
+    return x_NH * weight_N1.to(x_NH.dtype) + nothing(module).to(x_NH.dtype)
 
 
 @dataclass(frozen=True)
@@ -139,18 +137,32 @@ def _block_forward(
         raise _refuse(name, fqn, module, f"it has no child {experts!r}")
     weights = [p for p in child.parameters()]
     arguments = tuple(inspect.signature(type(child).forward).parameters)[1:]
-    counts = {w.shape[0] for w in weights if w.ndim}
-    if len(arguments) < 3 or len(counts) != 1 or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+    count = _count(child)
+    if len(arguments) < 3 or count is None:
         raise _refuse(
             name, fqn, module,
             f"{experts} must hold parameters whose first dim counts the experts, and take (hidden_states, indices, weights); it is a"
-            f" {type(child).__name__} with first dims {sorted(counts)} that takes ({', '.join(arguments)})",
+            f" {type(child).__name__} with first dims {sorted({w.shape[0] for w in weights if w.ndim})} that takes"
+            f" ({', '.join(arguments)})",
         )  # fmt: skip
+    dispatch = _build(name, fqn, dispatcher)(axis_group(ep_mesh), count // ep_mesh.size())
+    return BlockForward({experts: DispatchedExperts(f"{fqn}.{experts}", arguments[:3], dispatch)})
+
+
+def _count(experts: nn.Module) -> int | None:
+    """How many experts the first dims of a module's parameters hold; None where they don't agree."""
+    sizes = {p.shape[0] if p.ndim else 0 for p in experts.parameters()}
+    said = getattr(experts, "num_experts", None)  # weights of all experts may lie one below the other in two dims
+    if isinstance(said, int) and sizes and all(size and size % said == 0 for size in sizes):
+        return said
+    return sizes.pop() if len(sizes) == 1 and not isinstance(experts, (nn.ModuleList, nn.ModuleDict)) else None
+
+
+def _build(name: str, fqn: str, dispatcher: Any) -> Build:
     build = DISPATCHERS.get(dispatcher) if isinstance(dispatcher, str) else dispatcher
     if build is None:
         raise OverrideError(f"{fqn}: {name}: no dispatcher {dispatcher!r} (dispatchers: {', '.join(DISPATCHERS)}).")
-    dispatch = build(axis_group(ep_mesh), counts.pop() // ep_mesh.size())
-    return BlockForward({experts: DispatchedExperts(f"{fqn}.{experts}", arguments[:3], dispatch)})
+    return build
 
 
 def experts_dispatch(
@@ -204,3 +216,35 @@ def deepseekv3_sigmoid_group_shared(
         ("gate", "experts", "shared_experts"), router=("e_score_correction_bias",), linear=False, jitter=False
     )
     return _block_forward("deepseekv3_sigmoid_group_shared", interface, fqn, module, ep_mesh, dispatcher)
+
+
+def llama4_scaled_inputs(
+    *, module: nn.Module, ep_mesh: DeviceMesh, fqn: str = "block", dispatcher: Any = "all_to_all"
+) -> BlockForward:
+    """A router whose weights scale the experts' inputs, experts that see every token, and a shared expert: Llama 4."""
+    name = "llama4_scaled_inputs"
+    _check(name, fqn, module, Interface(("router", "experts", "shared_expert")))
+    experts: Any = module.experts
+    if len(inspect.signature(type(experts).forward).parameters) != 2 or _count(experts) is None:
+        raise _refuse(name, fqn, module, "experts must take all tokens once for each expert, and nothing else")
+    if any(parameter.ndim < 3 for parameter in experts.parameters()):
+        raise _refuse(name, fqn, module, "its experts have biases, so a token that they weren't chosen for isn't nothing to them")
+    count = experts.num_experts
+    local = count // ep_mesh.size()
+    dispatch = _build(name, fqn, dispatcher)(axis_group(ep_mesh), local)
+    return BlockForward({"experts": ScaledInputs(f"{fqn}.experts", count, local, dispatch)})
+
+
+def jetmoe_sorted_rows(*, module: nn.Module, ep_mesh: DeviceMesh, fqn: str = "block") -> BlockForward:
+    """A router that sorts, and experts in two layers that take (rows, rows of each expert), with an activation between: JetMoE."""
+    name = "jetmoe_sorted_rows"
+    _check(name, fqn, module, Interface(("router", "input_linear", "output_linear", "bias"), attributes=("activation",)))
+    layers = ("input_linear", "output_linear")
+    for layer in layers:
+        arguments = list(inspect.signature(type(getattr(module, layer)).forward).parameters)[1:]
+        if len(arguments) != 2 or _count(getattr(module, layer)) is None:
+            raise _refuse(name, fqn, module, f"{layer} must take (rows, rows of each expert); it takes ({', '.join(arguments)})")
+    group = axis_group(ep_mesh)
+    return BlockForward(
+        {layer: SortedRows(f"{fqn}.{layer}", group, sends=layer == layers[0], returns=layer == layers[1]) for layer in layers}
+    )

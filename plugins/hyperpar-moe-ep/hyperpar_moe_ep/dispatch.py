@@ -26,12 +26,13 @@ from math import comb
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
 
 from hyperpar_core.collectives.functional import AxisGroup, exchange
 
-__all__ = ["DISPATCHERS", "AllToAll", "Build", "Dispatcher", "Experts"]
+from .travel import Way, back, out
+
+__all__ = ["DISPATCHERS", "AllToAll", "Build", "Dispatcher", "Experts", "nothing"]
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -78,19 +79,25 @@ class AllToAll:
         rank_P, token_P = goes_TR.T.nonzero(as_tuple=True)  # by rank, then in the order of the tokens
         sent_R = goes_TR.sum(0)
         sent, received = torch.stack([sent_R, exchange(sent_R, None, None, self.group)]).tolist()
-        way = _Way(self.group, tuple(sent), tuple(received))
+        way = Way(self.group, tuple(sent), tuple(received))
 
         rank_P1 = rank_P.unsqueeze(1)
         expert_PK = torch.where(owner_TK[token_P] == rank_P1, indices_TK[token_P] - rank_P1 * n, n).to(_number(n))  # n: not there
         x_PH, weights_PK = x_TH.index_select(0, token_P), weights_TK.index_select(0, token_P)
-        x_QH, weights_QK, expert_QK = _Send.apply(x_PH, weights_PK, expert_PK, way)  # type: ignore[no-untyped-call]
+        x_QH, weights_QK, expert_QK = out(way, x_PH, weights_PK, expert_PK)
 
         row_N, slot_N = (expert_QK < n).nonzero(as_tuple=True)
         expert_N1, weight_N1 = expert_QK[row_N, slot_N].long().unsqueeze(1), weights_QK[row_N, slot_N].unsqueeze(1)
         y_NH = experts(x_QH.index_select(0, row_N), expert_N1, weight_N1)
         y_QH = _sum_rows(y_NH, row_N, len(x_QH), weights_TK.dtype).to(x_TH.dtype)
-        y_PH = _Return.apply(y_QH, way)  # type: ignore[no-untyped-call]
+        (y_PH,) = back(way, y_QH)
         return _sum_rows(y_PH, token_P, len(x_TH), weights_TK.dtype).to(x_TH.dtype)
+
+
+def nothing(module: nn.Module) -> Tensor:
+    """0, by way of every parameter of a module: with it in a sum, parameters that did nothing have zero gradients, not none."""
+    weights = [getattr(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
+    return torch.stack([weight.flatten()[:0].sum() for weight in weights]).sum()
 
 
 def _number(experts: int) -> torch.dtype:
@@ -102,62 +109,6 @@ def _sum_rows(rows: Tensor, index: Tensor, count: int, dtype: torch.dtype) -> Te
     """[count, H]: the sum of the rows of each index, in the wider dtype."""
     wide = torch.promote_types(rows.dtype, dtype)
     return torch.zeros(count, rows.shape[1], dtype=wide, device=rows.device).index_add(0, index, rows.to(wide))
-
-
-@dataclass(frozen=True)
-class _Way:
-    """How many rows go to each rank of the group, and how many come from it."""
-
-    group: AxisGroup
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-
-    def out(self, *tensors: Tensor) -> list[Tensor]:
-        return self._carry(tensors, self.received, self.sent)
-
-    def back(self, *tensors: Tensor) -> list[Tensor]:
-        return self._carry(tensors, self.sent, self.received)
-
-    def _carry(self, tensors: tuple[Tensor, ...], out: tuple[int, ...], into: tuple[int, ...]) -> list[Tensor]:
-        """Several tensors of as many rows travel in one collective, side by side as bytes."""
-        if len(tensors) == 1:
-            return [exchange(tensors[0], list(out), list(into), self.group)]
-        packed = [t.contiguous().view(torch.uint8) for t in tensors]
-        rows = exchange(torch.cat(packed, 1), list(out), list(into), self.group)
-        parts = rows.split([p.shape[1] for p in packed], 1)
-        # a copy even of what is contiguous already: a single row may begin where no wider number can
-        return [part.clone(memory_format=torch.contiguous_format).view(t.dtype) for part, t in zip(parts, tensors, strict=True)]
-
-
-class _Send(torch.autograd.Function):
-    """Rows, weights and expert numbers to the ranks that compute them; their gradients come back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, expert: Tensor, way: _Way) -> tuple[Tensor, ...]:
-        ctx.way = way
-        x, weights, expert = way.out(x, weights, expert)
-        ctx.mark_non_differentiable(expert)
-        return x, weights, expert
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weights = ctx.way.back(grad_x, grad_weights)
-        return grad_x, grad_weights, None, None
-
-
-class _Return(torch.autograd.Function):
-    """Rows back to where their tokens came from; their gradients go out again."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, way: _Way) -> Tensor:
-        ctx.way = way
-        return way.back(y)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.way.out(grad)[0], None
 
 
 Build = Callable[[AxisGroup, int], Dispatcher]

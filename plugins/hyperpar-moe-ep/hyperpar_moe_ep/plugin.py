@@ -15,14 +15,20 @@ from .dispatch import DISPATCHERS, Build
 
 __all__ = ["archetypes_with", "hyperpar_local_compute_factories", "hyperpar_plugin_info"]
 
-SUMMARIES = {
-    "experts_dispatch": "any block that calls experts(hidden_states, indices, weights)",
-    "routed_only_softmax_topk": "a linear gate and experts",
-    "topk_router": "a router that returns logits, scores and indices, and experts",
-    "mixtral_topk_router": "the same with input jitter",
-    "qwen2moe_shared_expert_gate": "a shared expert behind a sigmoid gate",
-    "deepseekv3_sigmoid_group_shared": "group-limited sigmoid routing with a correction bias, and shared experts",
+# {archetype: (attributes that a block must have, what it is)}
+OFFERED = {
+    "experts_dispatch": (("experts",), "any block that calls experts(hidden_states, indices, weights)"),
+    "routed_only_softmax_topk": (("gate", "experts"), "a linear gate and experts"),
+    "topk_router": (("gate", "experts"), "a router that returns logits, scores and indices, and experts"),
+    "mixtral_topk_router": (("gate", "experts"), "the same with input jitter"),
+    "qwen2moe_shared_expert_gate": (("gate", "experts"), "a shared expert behind a sigmoid gate"),
+    "deepseekv3_sigmoid_group_shared": (("gate", "experts"), "group-limited sigmoid routing with a correction bias, and shared experts"),
+    "llama4_scaled_inputs": (("router", "experts"), "routing weights that scale the experts' inputs, and a shared expert"),
+    "jetmoe_sorted_rows": (("router", "input_linear", "output_linear"), "rows sorted by expert, and experts in two layers"),
 }
+
+# A row for each pair of a token and an expert travels, not one for each rank.
+SENDS_OTHERWISE = ("llama4_scaled_inputs", "jetmoe_sorted_rows")
 
 
 @hookimpl
@@ -35,18 +41,23 @@ def archetypes_with(build: Build, suffix: str) -> list[LocalComputeFactory]:
 
     build: `(group, local_experts) -> dispatch`, see `dispatch`.
     """
-    return [_offered(name, f"{name}{suffix}", _bound(getattr(archetypes, name), build), build) for name in SUMMARIES]
+    factories = {name: getattr(archetypes, name) for name in OFFERED}
+    return [
+        _offered(name, f"{name}{suffix}", _bound(factory, build), build)
+        for name, factory in factories.items()
+        if "dispatcher" in inspect.signature(factory).parameters
+    ]
 
 
 def _offered(name: str, own: str, factory: Callable[..., Any], build: Build) -> LocalComputeFactory:
     return LocalComputeFactory(
         own,
         factory=factory,
-        expects=("experts",) if name == "experts_dispatch" else ("gate", "experts"),
+        expects=OFFERED[name][0],
         needs_axis="ep",
         region_dispatch=False,
-        summary=SUMMARIES[name],
-        traffic=getattr(build, "traffic", None),
+        summary=OFFERED[name][1],
+        traffic=getattr(build, "traffic", None) if name not in SENDS_OTHERWISE else None,
     )
 
 
@@ -65,4 +76,4 @@ def _bound(factory: Callable[..., Any], build: Build) -> Callable[..., Any]:
 
 @hookimpl
 def hyperpar_local_compute_factories() -> list[LocalComputeFactory]:
-    return [_offered(name, name, getattr(archetypes, name), DISPATCHERS["all_to_all"]) for name in SUMMARIES]
+    return [_offered(name, name, getattr(archetypes, name), DISPATCHERS["all_to_all"]) for name in OFFERED]

@@ -7,7 +7,7 @@ import torch
 from hyperpar_moe_ep import archetypes, plugin
 from torch import nn
 
-from hyperpar_core import Override, apply_plan, build_plan, make_mesh
+from hyperpar_core import Override, apply_plan, build_plan, make_mesh, suggest_overrides
 from hyperpar_core.descriptors import CONTEXT_NAMES
 from hyperpar_core.errors import HyperparError, OverrideError, Refused
 from hyperpar_core.testing import Degrees, check_parity, pool, tiny_batch, tiny_model
@@ -20,8 +20,12 @@ FITS = {  # family: the archetypes that accept its block
     "deepseek_v3": {"experts_dispatch", "deepseekv3_sigmoid_group_shared"},
     "glm4_moe": {"experts_dispatch", "deepseekv3_sigmoid_group_shared"},
     "gpt_oss": {"experts_dispatch"},
+    "afmoe": {"experts_dispatch"},
+    "dbrx": {"experts_dispatch"},
+    "llama4_text": {"llama4_scaled_inputs"},
+    "jetmoe": {"jetmoe_sorted_rows"},
 }
-NAMES = list(plugin.SUMMARIES)
+NAMES = list(plugin.OFFERED)
 
 
 def outcomes(family):
@@ -29,8 +33,8 @@ def outcomes(family):
     found = {}
     for name in NAMES:
         model = tiny_model(family)
-        blocks = [n for n, m in model.named_modules() if hasattr(m, "experts")]
-        overrides = [Override(block, local_compute_fn=name) for block in blocks]
+        suggested = suggest_overrides(model, {"dp": 2}, ep_size=2).entries
+        overrides = [Override(entry.match, local_compute_fn=name) for entry in suggested]
         try:
             batch = tiny_batch(model, batch=2, seq=8)
             report = check_parity(model, batch, Degrees(dp=2, ep=2, options={"overrides": overrides}))
@@ -46,8 +50,8 @@ def test_each_archetype_is_right_on_a_block_or_refuses_it(family):
         assert {name for name, outcome in found.items() if outcome == "equal"} == FITS[family], found
         for outcome in found.values():
             if outcome != "equal":
-                assert outcome.startswith("Refused: model.layers.") or "has no" in outcome, outcome
-                assert "doesn't fit" in outcome or "has no" in outcome
+                refused = outcome.startswith("Refused: ") and "doesn't fit" in outcome
+                assert refused or (outcome.startswith("OverrideError: ") and "has no" in outcome), outcome
 
 
 class FakeMesh:
@@ -167,5 +171,6 @@ def test_the_plugin_offers_each_archetype_with_its_options():
     assert set(offered) == set(NAMES)
     for name, descriptor in offered.items():
         options = set(inspect.signature(descriptor.factory).parameters) - CONTEXT_NAMES
-        assert options == ({"experts", "dispatcher"} if name == "experts_dispatch" else {"dispatcher"})
+        own = {"experts_dispatch": {"experts", "dispatcher"}, "jetmoe_sorted_rows": set()}
+        assert options == own.get(name, {"dispatcher"})
         assert descriptor.needs_axis == "ep" and descriptor.region_dispatch is False and descriptor.summary

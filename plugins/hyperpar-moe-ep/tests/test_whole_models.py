@@ -13,7 +13,7 @@ FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_m
 OTHERS = [
     "flex_olmo", "mellum", "cohere2_moe", "phimoe", "granitemoe", "granitemoeshared", "granitemoe_swa", "minimax_m2",
     "ernie4_5_moe", "flint", "aria_text", "hunyuan_v1_moe", "hy_v3", "kolibri1", "dots1", "exaone_moe", "solar_open",
-    "sarvam_moe", "glm4_moe_lite", "sarvam_mla", "axk1", "deepseek_v2",
+    "sarvam_moe", "glm4_moe_lite", "sarvam_mla", "axk1", "deepseek_v2", "afmoe", "dbrx", "llama4_text",
 ]  # fmt: skip
 
 
@@ -43,6 +43,10 @@ def test_expert_groups_take_a_tp_group_first_and_then_dp(family):
         ("gpt_oss", {"tp": 4, "ep": 4}),
         ("mixtral", {"cp": 2, "ep": 2}),
         ("qwen3_moe", {"cp": 2, "tp": 2, "ep": 4}),
+        ("jetmoe", {"dp": 2, "ep": 2}),
+        ("jetmoe", {"dp": 4, "ep": 2}),
+        ("llama4_text", {"dp": 2, "tp": 2, "ep": 4}),
+        ("dbrx", {"cp": 2, "ep": 2}),
     ],
     ids=str,
 )
@@ -50,14 +54,15 @@ def test_other_ways_to_lay_experts_on_the_ranks(family, degrees):
     assert_equal(family, degrees)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "llama4_text"])
 def test_without_sequence_parallel_tp_ranks_share_the_tokens_of_a_block(family):
     assert_equal(family, {"dp": 2, "tp": 2, "ep": 4}, sequence_parallel=False)
 
 
 @pytest.mark.parametrize("seq", [2, 3])
-def test_ranks_without_any_token_join_every_collective(seq):
-    assert_equal("qwen3_moe", {"tp": 4, "ep": 4}, seq=seq)
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])
+def test_ranks_without_any_token_join_every_collective(family, seq):
+    assert_equal(family, {"tp": 4, "ep": 4}, seq=seq)
 
 
 def generated(sequence_parallel):
@@ -95,7 +100,7 @@ def test_experts_that_no_token_chose_anywhere_do_no_harm(implementation):
     assert_equal("gpt_oss", {"dp": 2, "ep": 2}, implementation=implementation, bias=[90.0, 80.0, 0.0, 0.0])
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "dbrx", "llama4_text"])
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": False}], ids=str)
 def test_tp_alone_cuts_the_features_of_experts(family, options):
     assert_equal(family, {"tp": 2}, **options)
