@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,9 +137,17 @@ def private_imports(folder: Path) -> list[str]:
                     target = inner if inner in known and inner not in PUBLIC_FACE else rest
                     if target not in PUBLIC_FACE:
                         faults.append(f"{where} imports {CORE}.{target}, which is not public")
-                elif first.startswith("hyperpar_") and first != package:
+                elif first.startswith("hyperpar_") and first != package and not (
+                    rest == "extend" and first.replace("_", "-") in dependencies(home)
+                ):
                     faults.append(f"{where} imports another plugin, {first}")
     return faults
+
+
+def dependencies(home: Path) -> set[str]:
+    """The names of the distributions that a distribution's pyproject.toml asks for."""
+    project = tomllib.loads((home / "pyproject.toml").read_text(encoding="utf-8")).get("project", {})
+    return {re.split(r"[^\w.-]", text)[0] for text in project.get("dependencies", [])}
 
 
 def plugins_in_core(folder: Path) -> list[str]:
@@ -190,7 +199,7 @@ def test_the_core_imports_no_plugin() -> None:
     assert plugins_in_core(ROOT) == []
 
 
-def test_a_plugin_imports_only_the_public_face_of_the_core_and_no_other_plugin() -> None:
+def test_a_plugin_imports_only_the_public_face_of_the_core_and_what_a_plugin_it_depends_on_offers_in_extend() -> None:
     assert plugin_packages(ROOT), "no plugin found"
     assert private_imports(ROOT) == []
 
@@ -216,6 +225,8 @@ PLANTED = {
     "private": (private_imports, "plugins/hyperpar-a/hyperpar_a/x.py", f"from {CORE}.plan import y\n"),
     "private by name": (private_imports, "plugins/hyperpar-a/hyperpar_a/x.py", f"from {CORE} import plan\n"),
     "other plugin": (private_imports, "plugins/hyperpar-a/hyperpar_a/x.py", "import hyperpar_b.z\n"),
+    "not depended on": (private_imports, "plugins/hyperpar-a/hyperpar_a/x.py", "from hyperpar_b.extend import y\n"),
+    "beside extend": (private_imports, "plugins/hyperpar-a/hyperpar_a/x.py", "from hyperpar_c.masks import y\n"),
     "family": (family_names, f"{CORE}/plan/x.py", "isinstance(m, LlamaConfig)\n"),
     "family as text": (family_names, f"{CORE}/plan/x.py", "'qwen3_moe'\n"),
     "long": (long_modules, f"{CORE}/plan/x.py", "\n" * (LONGEST + 1)),
@@ -232,8 +243,9 @@ def test_each_rule_finds_a_planted_fault(fault: str, tmp_path: Path) -> None:
         f"{CORE}/plan/x.py": "from ..errors import Refused\n",
         f"{CORE}/errors.py": "",
         f"{CORE}/apply/regions.py": "",
-        "plugins/hyperpar-a/pyproject.toml": "",
-        "plugins/hyperpar-a/hyperpar_a/x.py": f"from {CORE}.errors import Refused\nfrom {CORE} import errors\n",
+        "plugins/hyperpar-a/pyproject.toml": '[project]\ndependencies = ["hyperpar-core>=0.1", "hyperpar-c>=0.1,<0.2"]\n',
+        "plugins/hyperpar-a/hyperpar_a/x.py": f"from {CORE}.errors import Refused\nfrom {CORE} import errors\n"
+        "from hyperpar_c.extend import y\n",
     }
     for name, content in planted.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
