@@ -1,6 +1,7 @@
 # `make test` and `make demo` set up what they need in $(VENV) by themselves, once.
 #   make test     ruff, mypy --strict, pytest                    make lint   the first two
 #   make demo     fine-tunes a small model on three ranks beside one process
+#   make demo-cp  the same on packed documents, with the sequence cut over two ranks
 #   make verify   compares one model on ranks with one process: MODEL=qwen3 DEGREES="--dp 2 --tp 2"
 #   make parity   every family in four modes, and the table in docs/families.md; goes on where it stopped
 #   make bench    one training step, side by side with hand-written and transformers' tensor parallelism
@@ -25,7 +26,7 @@ empty    :=
 space    := $(empty) $(empty)
 MYPYPATH := $(subst $(space),:,$(strip $(PLUGINS)))
 
-.PHONY: test lint demo verify parity bench wheels clean
+.PHONY: test lint demo demo-cp verify parity bench wheels clean
 .DELETE_ON_ERROR:
 
 # torch comes first and alone, so that a CPU build that is at hand is taken.
@@ -54,6 +55,9 @@ test: lint
 
 demo: $(VENV)/.demo
 	$(TORCHRUN) --nproc-per-node 3 docs/examples/finetune.py --out $(OUT)
+
+demo-cp: $(VENV)/.demo
+	$(TORCHRUN) --nproc-per-node 2 docs/examples/finetune_cp.py --out $(OUT)
 
 verify: $(VENV)/.core
 	OMP_NUM_THREADS=1 $(VENV)/bin/hyperpar verify $(MODEL) $(DEGREES)

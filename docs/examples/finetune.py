@@ -40,7 +40,7 @@ BOUND = 1e-5
 
 @dataclass(frozen=True)
 class Row:
-    """One step: the loss over tp=3, the loss in one process, and the seconds that each took."""
+    """One step: the loss over the ranks, the loss in one process, and the seconds that each took."""
 
     parallel: float
     single: float
@@ -102,7 +102,15 @@ class SingleProcess:
         return float(loss.detach())
 
 
-def plot(rows: list[Row], file: Path, title: str) -> None:
+def bar(console: Console) -> Progress:
+    """A progress bar with steps, elapsed and remaining time."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    return Progress(*columns, console=console, disable=console.quiet)
+
+
+def plot(rows: list[Row], file: Path, title: str, label: str, steps_are: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -113,7 +121,7 @@ def plot(rows: list[Row], file: Path, title: str) -> None:
         2, 1, sharex=True, figsize=(7.5, 5.2), height_ratios=(3, 1.4), layout="constrained"
     )
     top.plot(steps, [r.single for r in rows], color="#9aa5b1", linewidth=6, solid_capstyle="round", label="one process")
-    top.plot(steps, [r.parallel for r in rows], color="#0b6e99", linewidth=1.8, marker="o", markersize=4, label="tp 3")
+    top.plot(steps, [r.parallel for r in rows], color="#0b6e99", linewidth=1.8, marker="o", markersize=4, label=label)
     top.set_ylabel("loss")
     top.set_title(title, loc="left", fontsize=11)
     top.legend(frameon=False)
@@ -123,7 +131,7 @@ def plot(rows: list[Row], file: Path, title: str) -> None:
     bottom.text(1, BOUND * 1.3, "bound", color="#b3412c", fontsize=9, va="bottom")
     bottom.set_ylim(smallest / 2, BOUND * 20)
     bottom.set_ylabel("relative\ndifference")
-    bottom.set_xlabel(f"step ({len(SOURCES)} texts in turn)")
+    bottom.set_xlabel(f"step ({steps_are})")
     bottom.xaxis.get_major_locator().set_params(integer=True)
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
@@ -157,10 +165,7 @@ def main() -> int:
     console.print(report, markup=False, soft_wrap=True)
 
     rows: list[Row] = []
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console, disable=console.quiet) as progress:
+    with bar(console) as progress:
         task = progress.add_task("fine-tuning", total=args.steps)
         for step in range(args.steps):
             ids = data[step % len(data)]
@@ -189,7 +194,8 @@ def main() -> int:
         single_text = generate(single.model, tokenizer)
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "plan.txt").write_text(report + "\n")
-        plot(rows, args.out / "loss.png", f"SmolLM2-135M, tp={ranks}, sequence parallel, {args.tokens} tokens a step")
+        title = f"SmolLM2-135M, tp={ranks}, sequence parallel, {args.tokens} tokens a step"
+        plot(rows, args.out / "loss.png", title, f"tp {ranks}", f"{len(SOURCES)} texts in turn")
         for name, said in (("prompt", PROMPT), (f"tp={ranks}", text), ("one process", single_text)):
             console.print(f"{name:12s}{said!r}", markup=False)
         same = text == single_text
