@@ -22,11 +22,13 @@ from ..plan.boundaries import find_structure
 from ..plan.contract import Contract
 from ..plan.gradients import computes_on_parts
 from ..plan.sharding_plan import ShardingPlan
+from ..plan.stacks import as_held
 from ..plugins import call_factory, get_registry
-from .attributes import divide
+from .attributes import set_count
 from .checks import Checks
 from .cut_input import CutInput
 from .expert_mesh import build_expert_mesh, parameter_mesh
+from .expert_stack import ExpertStack
 from .generated import ModuleState, state_of
 from .journal import Journal
 from .meshes import axis_groups, submesh
@@ -99,8 +101,9 @@ class _Installer:
     def install(self) -> Installed:
         try:
             computes = {c.fqn: self._compute(c) for c in self.plan.boundaries}
+            self._stack_experts()
             self._distribute()
-            self._divide_attributes()
+            self._set_counts()
             for contract in sorted(self.plan.boundaries, key=lambda c: -c.fqn.count(".")):
                 self._wrap(contract, computes[contract.fqn])
             self._wrap_routers()
@@ -123,11 +126,27 @@ class _Installer:
 
     # parameters
 
+    def _stack_experts(self) -> None:
+        """Puts a stack in the place of every list of expert modules, block by block; from then on the plan speaks of the stacks."""
+        stacked = [(f"{c.fqn}.{path}" if c.fqn else path) for c in self.plan.boundaries for path in c.stacked]
+        self.plan = as_held(self.plan)
+        mesh = self.expert_parameter_mesh
+        for fqn in stacked:
+            experts = self.model.get_submodule(fqn)
+            assert isinstance(experts, nn.ModuleList) and mesh is not None
+            stack = ExpertStack(experts)
+            self.original_names[id(stack)] = tuple(stack.names)
+            for name, parameter in list(stack._parameters.items()):
+                assert parameter is not None
+                contract, local = self.plan.owner(f"{fqn}.{name}")
+                stack._parameters.update(self._distributed(contract, local, f"{fqn}.{name}", parameter, mesh))
+            self.journal.replace_list(self.model, fqn, stack, experts)
+
     def _distribute(self) -> None:
         made: dict[int, dict[str, nn.Parameter]] = {}
         for owner_name, owner in self.model.named_modules():
             for name, parameter in list(owner._parameters.items()):
-                if parameter is None:
+                if parameter is None or isinstance(owner, ExpertStack):
                     continue
                 fqn = f"{owner_name}.{name}" if owner_name else name
                 contract, local = self.plan.owner(fqn)
@@ -153,13 +172,15 @@ class _Installer:
 
     # boundaries
 
-    def _divide_attributes(self) -> None:
+    def _set_counts(self) -> None:
         for contract in self.plan.boundaries:
             module = self.model.get_submodule(contract.fqn)
             if not sees_local(contract, self.mode):
                 continue
             for attribute, divisor in contract.divide.items():
-                divide(self.journal, module, attribute, divisor)
+                set_count(self.journal, module, attribute, divide=divisor)
+            for attribute, value in contract.counts.items():
+                set_count(self.journal, module, attribute, value=value)
 
     def _wrap(self, contract: Contract, compute: Callable[..., Any] | None) -> None:
         module = self.model.get_submodule(contract.fqn)

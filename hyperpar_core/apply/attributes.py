@@ -9,7 +9,7 @@ from torch import nn
 from ..plan.heads import attribute_of
 from .journal import Journal
 
-__all__ = ["ConfigView", "divide"]
+__all__ = ["ConfigView", "set_count"]
 
 
 class ConfigView:
@@ -27,10 +27,11 @@ class ConfigView:
         setattr(self._hyperpar_config, name, value)
 
 
-def divide(journal: Journal, module: nn.Module, path: str, divisor: int) -> None:
-    """Divides the integer at `path`. One in a config is divided for this module alone: its `config` becomes a view."""
-    owner, (*parents, leaf), value = attribute_of(module, path)
+def set_count(journal: Journal, module: nn.Module, path: str, *, divide: int = 1, value: int | None = None) -> None:
+    """Divides the integer at `path`, or gives it `value`. One in a config changes for this module alone: its `config` becomes a view."""
+    owner, (*parents, leaf), whole = attribute_of(module, path)
+    local = whole // divide if value is None else value
     if parents:
-        journal.set_attribute(owner, parents[0], ConfigView(getattr(owner, parents[0]), {leaf: value // divisor}))
+        journal.set_attribute(owner, parents[0], ConfigView(getattr(owner, parents[0]), {leaf: local}))
     else:
-        journal.set_attribute(owner, leaf, value // divisor)
+        journal.set_attribute(owner, leaf, local)

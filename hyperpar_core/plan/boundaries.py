@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import PlanError
+from .adapters import BASE, adapted
 from .roles import is_norm, names_of_embeddings
 
 __all__ = ["Structure", "find_boundaries", "find_structure", "owners"]
@@ -58,10 +59,24 @@ def _looks_like_attention(fqn: str, module: nn.Module) -> bool:
     )
 
 
+def _kind_of_block(fqn: str, module: nn.Module) -> str:
+    """The template of a module with column-wise and row-wise projections."""
+    if any(isinstance(child, nn.Conv1d) for child in module.children()):
+        return "linear_attention"
+    return "attention" if _looks_like_attention(fqn, module) else "mlp"
+
+
 def _above(name: str) -> list[str]:
     """The names of all modules above a parameter or module."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def _blocks_of_experts(roles: Mapping[str, str]) -> set[str]:
+    """The modules that hold a router and its experts, and no smaller module that does."""
+    routed, experts = ({above for p, r in roles.items() if r == role for above in _above(p)} for role in ("moe_gate", "moe_expert"))
+    both = routed & experts
+    return both - {above for name in both for above in _above(name)}
 
 
 def find_boundaries(
@@ -73,10 +88,14 @@ def find_boundaries(
     """
     found: dict[str, tuple[str, Mapping[str, Any]]] = {}
     children: dict[str, set[str]] = {}
+    wrapped = adapted(model)
     for parameter, role in roles.items():
-        owner = parameter.rpartition(".")[0]
+        plain, part = wrapped.get(parameter, (parameter, BASE))
+        if part != BASE:
+            continue  # an adapter goes with its projection
+        owner = plain.rpartition(".")[0]
         children.setdefault(owner.rpartition(".")[0], set()).add(role)
-    routed = {above for p, role in roles.items() if role == "moe_gate" for above in _above(p)}
+    blocks = _blocks_of_experts(roles)
     inner: list[str] = []
     moe: list[str] = []  # blocks of experts
     for fqn, module in model.named_modules():
@@ -87,7 +106,7 @@ def find_boundaries(
             template = "lm_head"
         elif fqn.startswith(tuple(moe)):
             pass  # shared experts, norms: the block's own
-        elif fqn in routed and "moe_expert" in children.get(fqn, set()):
+        elif fqn in blocks:
             template = "moe_mlp"
             moe.append(fqn + ".")
         elif (
@@ -95,7 +114,7 @@ def find_boundaries(
             and "rowwise" in (own := children.get(fqn, set()))
             and own & {"colwise", "packed"}
         ):
-            template = "attention" if _looks_like_attention(fqn, module) else "mlp"
+            template = _kind_of_block(fqn, module)
         elif any(p is not None for p in module._parameters.values()) and not fqn.startswith(tuple(inner)):
             held = {roles.get(f"{fqn}.{name}" if fqn else name) for name in module._parameters}
             template = "norm" if "norm" in held else "replicated" if held & {"replicated", "bias"} else None
@@ -109,7 +128,7 @@ def find_boundaries(
             rule = matching[-1]
             declared = {"template": rule} if isinstance(rule, str) or rule is None else dict(rule)
             template = declared.get("template", template)
-        if template in ("attention", "mlp"):
+        if template in ("attention", "linear_attention", "mlp"):
             inner.append(fqn + ".")
         if template is not None:
             found[fqn] = (template, {k: v for k, v in declared.items() if k != "template"})

@@ -34,10 +34,13 @@ class Contract:
     region_dispatch           False: a black box to validate mode; True: only ordinary operators; None: nothing is injected
     options        of the wrapper or local compute
     special_handlers          {parameter: handler name}
+    stacked        {list of expert modules: their number}: each of their parameters is held once for all of them, cut along the experts
     sections       {parameter: the sections that its handler cuts it into}, each held as a parameter of its own
     lowerer        name of the lowerer, or None for the default
     divide         {attribute of the module: what it is divided by} while its region sees local tensors
-    features       {input or output: global length of its last dim}, for bytes and for uneven shards; "experts_per_token" of a router
+    counts         {attribute of the module: its value on a rank} where that is no quotient: rows of which a part is whole on each
+    features       {input or output: global length of its last dim}, for bytes and for uneven shards; "experts_per_token" of a router,
+                   "head_dim" of attention
     """
 
     fqn: str
@@ -58,9 +61,11 @@ class Contract:
     region_dispatch: bool | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     special_handlers: Mapping[str, str] = field(default_factory=dict)
+    stacked: Mapping[str, int] = field(default_factory=dict)
     sections: Mapping[str, tuple[Section, ...]] = field(default_factory=dict)
     lowerer: str | None = None
     divide: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
     features: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -116,8 +121,8 @@ def _read(name: str, value: Any, where: str) -> Any:
         return plain_data(_mapping(value, where), where)
     if name == "special_handlers":
         return _mapping(value, where, str, "a name")
-    if name in ("divide", "features"):
-        least = 2 if name == "divide" else 0
+    if name in ("divide", "counts", "features", "stacked"):
+        least = {"divide": 2, "stacked": 1}.get(name, 0)
         made = _mapping(value, where, int, "a whole number")
         odd = [v for v in made.values() if isinstance(v, bool) or v < least]
         if odd:

@@ -10,11 +10,22 @@ from torch import nn
 
 from ..errors import Refused
 
-__all__ = ["HEAD_COUNTS", "KV_GROUPS", "KV_HEAD_COUNTS", "Heads", "attribute_of", "check_counts", "count_heads", "require_split"]
+__all__ = [
+    "HEAD_COUNTS",
+    "KV_GROUPS",
+    "KV_HEAD_COUNTS",
+    "STATE_COUNTS",
+    "Heads",
+    "attribute_of",
+    "check_counts",
+    "count_heads",
+    "require_split",
+]
 
 # Integer attributes that count heads, as models use them for reshapes; a region that sees local heads needs them divided.
 KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads")
 KV_GROUPS = ("num_key_value_groups", "n_rep")
+STATE_COUNTS = ("num_heads", "num_k_heads", "num_v_heads", "key_dim", "value_dim", "intermediate_size", "n_groups")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_heads", "n_head")
 
 
@@ -89,10 +100,12 @@ def attribute_of(module: nn.Module, path: str) -> tuple[nn.Module, list[str], An
     return owner, [*parents, leaf], value
 
 
-def check_counts(fqn: str, module: nn.Module, divide: Mapping[str, int]) -> None:
-    """Refused unless every attribute that the region's view divides is a whole number of its divisor's multiples."""
-    for path, by in divide.items():
+def check_counts(fqn: str, module: nn.Module, divide: Mapping[str, int], counts: Mapping[str, int]) -> None:
+    """Refused unless every attribute that the region's view divides is a whole number of its divisor's multiples, and every one that
+    it sets is a whole number."""
+    for path, by in {**divide, **counts}.items():
         value = attribute_of(module, path)[2]
         if not isinstance(value, int) or isinstance(value, bool):
-            raise Refused(f"{fqn}.{path}: to be divided by {by}, and it is {value!r}.")
-        require_split(fqn, value, path, by)
+            raise Refused(f"{fqn}.{path}: to be {f'divided by {by}' if path in divide else f'set to {by}'}, and it is {value!r}.")
+        if path in divide:
+            require_split(fqn, value, path, by)

@@ -34,7 +34,7 @@ def refuse(model: nn.Module, plan: ShardingPlan, family: ModelFamily | None) -> 
         module = modules[contract.fqn]
         check_layouts(contract, plan.parameters, plan.sizes, plan.ep_size)
         _check_inputs(contract, module)
-        check_counts(contract.fqn, module, contract.divide)
+        check_counts(contract.fqn, module, contract.divide, contract.counts)
         check_injection(contract, module, model, sizes)
         _check_lowerer(contract, sizes)
     check_tied(plan.boundaries, plan.tied)

@@ -21,8 +21,9 @@ from ..plugins import get_registry
 from .boundaries import Structure
 from .contract import Contract
 from .experts import cut_over_ep, cut_over_tp, experts_per_token
-from .heads import HEAD_COUNTS, KV_GROUPS, KV_HEAD_COUNTS, Heads, count_heads, require_split
+from .heads import HEAD_COUNTS, KV_GROUPS, KV_HEAD_COUNTS, STATE_COUNTS, Heads, count_heads, require_split
 from .roles import COLWISE, ROWWISE
+from .stacks import find_stacks, member
 
 __all__ = ["PlanContext", "contract_from", "cut_sections", "first_argument"]
 
@@ -162,7 +163,7 @@ def _attention(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str
         in_src={x: ctx.hidden(), **residual}, in_dst={x: ctx.layout(), **residual}, in_grad=residual_grad,
         out_src={"output": _sums(ctx, fqn, owned), "attn_weights": {"tp": Shard(1)} if ctx.tp > 1 else {}},
         out_dst={"output": ctx.hidden(), "attn_weights": {}},
-        out_names=("output", "attn_weights"), features=_features(owned, x, module),
+        out_names=("output", "attn_weights"), features={**_features(owned, x, module), **_head_dim(module)},
     )  # fmt: skip
 
 
@@ -233,6 +234,12 @@ def _cut(ctx: PlanContext, name: str, rows: int, dim: int, heads: Heads) -> Plac
     return Shard(dim)
 
 
+def _head_dim(module: nn.Module) -> dict[str, int]:
+    """{"head_dim": the width of a key}; {} where the module doesn't say it."""
+    dim = count_heads(module).dim
+    return {"head_dim": dim} if dim else {}
+
+
 def _features(owned: Mapping[str, nn.Parameter], x: str, module: nn.Module | None = None) -> dict[str, int]:
     """The width of what enters and leaves: the columns of the first matrix, which is also what a block adds to the residual."""
     for name, value in owned.items():
@@ -244,20 +251,28 @@ def _features(owned: Mapping[str, nn.Parameter], x: str, module: nn.Module | Non
     return {x: widths[0], "output": widths[0]} if widths else {}
 
 
-def _split_features(ctx: PlanContext, fqn: str, held: _Held, owned: Mapping[str, nn.Parameter]) -> None:
+def _split_features(
+    ctx: PlanContext, fqn: str, held: _Held, owned: Mapping[str, nn.Parameter], what: str = "intermediate features"
+) -> None:
     """Refused unless tp divides what column-wise projections yield, each section of a packed one."""
     for name, value in owned.items():
         layout = held.params[name].get("tp")
         if name in held.sections:
-            for section in held.sections[name]:
-                require_split(fqn, section.size, f"intermediate features ({name}, {section.name})", ctx.tp)
+            for section in (s for s in held.sections[name] if isinstance(s.placement, Shard)):
+                require_split(fqn, section.size, f"{what} ({name}, {section.name})", ctx.tp)
         elif ctx.roles.get(f"{fqn}.{name}") == "colwise" and isinstance(layout, Shard):
-            require_split(fqn, value.shape[layout.dim], f"intermediate features ({name})", ctx.tp)
+            require_split(fqn, value.shape[layout.dim], f"{what} ({name})", ctx.tp)
 
 
-def _mlp(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
+def _mlp(
+    ctx: PlanContext,
+    fqn: str,
+    module: nn.Module,
+    owned: Mapping[str, nn.Parameter],
+    what: str = "intermediate features",
+) -> Contract:
     held = _parameters(ctx, fqn, module, owned)
-    _split_features(ctx, fqn, held, owned)
+    _split_features(ctx, fqn, held, owned, what)
     x = first_argument(module)
     residual, residual_grad = _residual(ctx, module)
     return Contract(
@@ -266,6 +281,26 @@ def _mlp(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.P
         out_src={"output": _sums(ctx, fqn, owned)}, out_dst={"output": ctx.hidden()},
         features=_features(owned, x, module),
     )  # fmt: skip
+
+
+def _linear_attention(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
+    """A recurrence over heads: each rank has some heads with their part of the convolution, of the decay and of the step. A section
+    that all heads read is whole on each."""
+    contract = _mlp(ctx, fqn, module, owned, "heads or features of heads")
+    divide: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    if ctx.tp > 1:
+        parts = [section for sections in contract.sections.values() for section in sections]
+        shared = any(not isinstance(section.placement, Shard) for section in parts)
+        names = [n for n in STATE_COUNTS if isinstance(getattr(module, n, None), int) and not (shared and n == "n_groups")]
+        divide = dict.fromkeys(names, ctx.tp)
+        if isinstance(getattr(module, "conv_dim", None), int):
+            conv = next((s for name, s in contract.sections.items() if module.conv_dim == owned[name].shape[0]), None)
+            if conv is None:
+                raise PlanError(f"{fqn}: no packed parameter has the {module.conv_dim} rows that conv_dim counts.")
+            counts["conv_dim"] = sum(s.size // ctx.tp if isinstance(s.placement, Shard) else s.size for s in conv)
+    # a recurrence steps through the sequence in place, which DTensor can't follow
+    return replace(contract, template="linear_attention", divide=divide, counts=counts, region_dispatch=False)
 
 
 def _colwise(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
@@ -345,15 +380,19 @@ def _moe_mlp(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, 
     features are. Where neither is, every rank holds the block whole, and tp ranks share its tokens as they do over ep."""
     experts = {name: value for name, value in owned.items() if ctx.roles.get(f"{fqn}.{name}") == "moe_expert"}
     held = _Held({name: {} for name in owned}, {}, {}, {}, {})
+    stacked = find_stacks(fqn, module, experts, ctx.ep) if ctx.ep > 1 else {}
     if ctx.ep > 1:
         for name, value in experts.items():
+            if member(stacked, name):
+                held.params[name] = {"ep": Shard(0)}
+                continue
             held.params[name], counts = cut_over_ep(fqn, module, name, value, ctx.ep)
             held.divide.update(counts)
     sums = ctx.ep == 1 and ctx.tp > 1 and _cut_block(ctx, fqn, module, owned, experts, held)
     x = first_argument(module)
     inside, yields = (ctx.layout(), ctx.layout(Partial())) if sums else (ctx.layout(Shard(1)), ctx.layout(Shard(1)))
     return Contract(
-        fqn, "moe_mlp", **vars(held), in_src={x: ctx.hidden()}, in_dst={x: inside},
+        fqn, "moe_mlp", **vars(held), stacked=stacked, in_src={x: ctx.hidden()}, in_dst={x: inside},
         out_src={"output": yields, "router_scores": {}}, out_dst={"output": ctx.hidden(), "router_scores": {}},
         out_names=("output", "router_scores"), features={**_features(owned, x, module), **experts_per_token(ctx.model, module)},
         region_dispatch=False,  # which rows meet which expert is data: DTensor has no placements for that
@@ -440,7 +479,7 @@ def _stack(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn
 
 
 _TEMPLATES = {
-    "attention": _attention, "mlp": _mlp, "colwise": _colwise, "rowwise": _rowwise,
+    "attention": _attention, "linear_attention": _linear_attention, "mlp": _mlp, "colwise": _colwise, "rowwise": _rowwise,
     "norm": _norm, "sharded_norm": _sharded_norm, "replicated": _replicated, "embed": _embed, "lm_head": _lm_head, "stack": _stack,
     "moe_mlp": _moe_mlp,
 }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from fnmatch import fnmatchcase
 
-from ..descriptors import InnerWrapper, LocalComputeFactory, LossFactory
+from ..descriptors import CollectiveLowerer, InnerWrapper, LocalComputeFactory, LossFactory, SpecialHandler
 
 __all__ = ["known_distribution"]
 
@@ -15,6 +15,8 @@ _KNOWN: dict[type, dict[str, str]] = {
         "sdpa_hf*": "hyperpar-cp-sdpa",
         "sdpa_qkv*": "hyperpar-cp-sdpa",
         "flex_*": "hyperpar-cp-flex",
+        "gated_group_norm": "hyperpar-linear-attention",
+        "summed_projection": "hyperpar-linear-attention",
     },
     LocalComputeFactory: {
         "experts_dispatch": "hyperpar-moe-ep",
@@ -23,11 +25,17 @@ _KNOWN: dict[type, dict[str, str]] = {
         "*_topk_router": "hyperpar-moe-ep",
         "*_shared_expert_gate": "hyperpar-moe-ep",
         "*_sigmoid_group_shared": "hyperpar-moe-ep",
+        "expert_modules": "hyperpar-moe-ep",
         "*_scaled_inputs": "hyperpar-moe-ep",
         "*_sorted_rows": "hyperpar-moe-ep",
         "vocab_parallel*": "hyperpar-vocab-embedding",
     },
+    SpecialHandler: {
+        "delta_channels": "hyperpar-linear-attention",
+        "state_space_*": "hyperpar-linear-attention",
+    },
     LossFactory: {"vocab_parallel*": "hyperpar-vocab-embedding"},
+    CollectiveLowerer: {"bf16_wire": "hyperpar-compressed-gather"},
 }
 
 

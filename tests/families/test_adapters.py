@@ -15,7 +15,7 @@ from transformers import GPT2Config, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 from hyperpar_core import build_plan
-from hyperpar_core.apply.attributes import ConfigView, divide
+from hyperpar_core.apply.attributes import ConfigView, set_count
 from hyperpar_core.apply.journal import Journal
 from hyperpar_core.descriptors import ModelFamily
 from hyperpar_core.errors import Refused
@@ -121,7 +121,7 @@ def test_a_count_in_a_config_is_divided_for_one_module_alone():
     model = tiny_model("phi3")
     attention, journal = model.model.layers[0].self_attn, Journal()
     config = attention.config
-    divide(journal, attention, "config.num_attention_heads", 2)
+    set_count(journal, attention, "config.num_attention_heads", divide=2)
     assert (attention.config.num_attention_heads, config.num_attention_heads) == (2, 4)
     assert attention.config.hidden_size == config.hidden_size
     assert model.model.layers[1].self_attn.config is config

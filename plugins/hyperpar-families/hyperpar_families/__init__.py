@@ -5,7 +5,7 @@ from __future__ import annotations
 from hyperpar_core import hookimpl
 from hyperpar_core.descriptors import LocalComputeFactory, ModelFamily, PluginInfo, SpecialHandler
 
-from . import dense, head_bias, moe, packed, rows
+from . import dense, head_bias, moe, packed, recurrent, rows
 
 __all__ = [
     "hyperpar_local_compute_factories",
@@ -22,7 +22,7 @@ def hyperpar_plugin_info() -> PluginInfo:
 
 @hookimpl
 def hyperpar_model_families() -> list[ModelFamily]:
-    return [*dense.FAMILIES, *moe.FAMILIES]
+    return [*dense.FAMILIES, *moe.FAMILIES, *recurrent.FAMILIES]
 
 
 @hookimpl
