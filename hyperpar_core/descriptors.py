@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .changes import API_VERSION, versioned
 from .placement import Placement
 
 __all__ = [
@@ -31,8 +32,6 @@ __all__ = [
     "SpecialHandler",
 ]
 
-API_VERSION = "1.0"
-
 CONTEXT_NAMES = frozenset(
     {"module", "target_module", "fqn", "mesh", "tp_mesh", "cp_mesh", "ep_mesh", "contract", "mode", "model"}
 )
@@ -46,7 +45,10 @@ TEMPLATES = (
     "shared_expert", "stack", "replicated", "colwise", "rowwise",
 )  # fmt: skip
 
+Traffic = Callable[..., Sequence[tuple[str, str, int]] | None]
 
+
+@versioned
 @dataclass(frozen=True)
 class PluginInfo:
     """What a plugin needs: the core's descriptor API and PEP 508 ranges, such as `("torch>=2.9", "transformers>=5,<6")`."""
@@ -55,6 +57,7 @@ class PluginInfo:
     requires: tuple[str, ...] = ()
 
 
+@versioned
 @dataclass(frozen=True)
 class InnerWrapper:
     """Replaces or weaves into the forward of a region's inner module.
@@ -63,6 +66,7 @@ class InnerWrapper:
     with hidden states, "qkv" for modules called with queries, keys and values. `needs_axis`: the axis that must be active.
     `check(*, target_module, sizes, ...) -> None` raises Refused for a module that can't be wrapped rightly, when a plan is made: it gets
     what it asks for by name of CHECK_NAMES and of the options. The model may be on the meta device; `sizes` is {active axis: degree}.
+    `traffic`: what the wrapper itself sends over `needs_axis`, see LocalComputeFactory.
     """
 
     name: str
@@ -72,15 +76,18 @@ class InnerWrapper:
     region_dispatch: bool = False
     summary: str = ""
     check: Callable[..., None] | None = None
+    traffic: Traffic | None = None
 
 
+@versioned
 @dataclass(frozen=True)
 class LocalComputeFactory:
     """Replaces a region's compute outright. `factory(*, module, ...) -> fn(module, *args, **kwargs)`.
 
     `expects`: attributes that the module must have. `traffic`: what the compute itself sends over `needs_axis` in a step, for
     `explain` and predictions: `traffic(*, contract, shapes, tokens, ranks, width) -> [(direction, collective, bytes), ...]` with the
-    shapes of the boundary's parameters, one rank's tokens, the ranks of the axis and the bytes of an element; None: not known.
+    shapes of the boundary's parameters as a tp rank's region sees them (and of a packed one's sections, as `parameter.section`), one
+    rank's tokens, the ranks of the axis and the bytes of an element. No `traffic`, or None from it: not known.
     """
 
     name: str
@@ -89,12 +96,12 @@ class LocalComputeFactory:
     needs_axis: str | None = "ep"
     region_dispatch: bool = False
     summary: str = ""
+    traffic: Traffic | None = None
 
 
 @dataclass(frozen=True)
 class Section:
     """One cut of a packed parameter: `size` rows along `dim`, held as a parameter of its own with `placement` on tp."""
-    traffic: Callable[..., Sequence[tuple[str, str, int]]] | None = None
 
     name: str
     dim: int
@@ -102,6 +109,7 @@ class Section:
     placement: Placement
 
 
+@versioned
 @dataclass(frozen=True)
 class SpecialHandler:
     """Shards a parameter that plain placements can't cut.
@@ -114,11 +122,13 @@ class SpecialHandler:
     summary: str = ""
 
 
+@versioned
 @dataclass(frozen=True)
 class CollectiveLowerer:
     """Turns a transition into collectives: `lower(transition) -> callable | None`; None leaves it to the default lowerer.
 
-    `axes` and `backends`: where it may be used (empty: anywhere). `exact`: it computes what the default computes.
+    `axes` and `backends`: where it may be used (empty: anywhere). `exact`: it computes what the default computes. `error`: where it
+    isn't exact, the bound of one transition's error, as a part of the largest value (of summands: of their largest absolute sum).
     """
 
     name: str
@@ -127,16 +137,23 @@ class CollectiveLowerer:
     backends: tuple[str, ...] = ()
     exact: bool = True
     summary: str = ""
+    error: float | None = None
 
 
+@versioned
 @dataclass(frozen=True)
 class LossFactory:
-    """A loss on sharded logits: `factory(*, model, ...) -> loss_function` as transformers calls it."""
+    """A loss on sharded logits: `factory(*, model, ...) -> loss_function` as transformers calls it.
+
+    `traffic`: what it sends over `needs_axis`, see LocalComputeFactory; the contract is the output head's, with
+    the loss's options.
+    """
 
     name: str
     factory: Callable[..., Callable[..., Any]]
     needs_axis: str | None = "tp"
     summary: str = ""
+    traffic: Traffic | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +164,7 @@ class Limit:
     applies: Callable[[Any, Mapping[str, int]], bool]
 
 
+@versioned
 @dataclass(frozen=True)
 class ModelFamily:
     """An adapter that knows one model family.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -13,12 +15,15 @@ from torch.distributed.tensor import DTensor
 from ..errors import ApplyError
 from ..plan.build import find_family, mesh_sizes
 from ..plan.contract import Contract
+from ..plan.injections import provided
 from ..plan.refusals import refuse
 from ..plan.sharding_plan import ShardingPlan
 from ..plugins import get_registry
 from .generated import state_of
 
-__all__ = ["MODES", "preflight", "record"]
+__all__ = ["MODES", "other_versions", "preflight", "record"]
+
+logger = logging.getLogger("hyperpar")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MODES = ("production", "validate")
@@ -96,6 +101,25 @@ def preflight(
             f"the plan was made with family adapter {plan.family}, and here it is {family.name if family else None}."
         )
     refuse(model, plan, family)
+    for sentence in other_versions(plan):
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            logger.warning(sentence)
+
+
+def other_versions(plan: ShardingPlan) -> list[str]:
+    """One sentence for each plugin that the plan was made with in another version than is installed here."""
+    now = provided(plan.boundaries)
+    now.update({f"family {family.name}": str(provider) for family, provider in get_registry().families()})
+    if plan.loss is not None:
+        now[f"loss {plan.loss.name}"] = str(get_registry().loss(plan.loss.name)[1])
+    moved: dict[tuple[str, str], list[str]] = {}
+    for what, then in plan.providers.items():
+        if what in now and now[what] != then:
+            moved.setdefault((then, now[what]), []).append(what)
+    return [
+        f"the plan was made with {then}, and {today} is installed ({', '.join(what)}): compare it with a new plan by diff()"
+        for (then, today), what in moved.items()
+    ]
 
 
 def record(

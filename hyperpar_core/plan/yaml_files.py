@@ -9,11 +9,11 @@ from typing import Any
 import yaml
 
 from ..errors import OverrideError
+from .file_versions import VERSION, brought_up
 from .names import nearest
 
-__all__ = ["dump", "load_mapping", "plain_data", "refuse_unknown_keys", "shown"]
+__all__ = ["VERSION", "dump", "load_mapping", "plain_data", "refuse_unknown_keys", "shown"]
 
-VERSION = 1
 _MAX_BYTES = 16 * 2**20
 _MAX_DEPTH = 32
 
@@ -83,10 +83,7 @@ def load_mapping(source: str | Path, what: str) -> dict[str, Any]:
         raise OverrideError(f"{where}: empty.")
     if not isinstance(data, dict):
         raise OverrideError(f"{where}: expected a mapping at the top, got a {type(data).__name__}.")
-    version = data.get("version")
-    if type(version) is not int or version != VERSION:
-        raise OverrideError(f"{where}: version {shown(version)}; this hyperpar reads version {VERSION}.")
-    return data
+    return brought_up(data, where)
 
 
 def _is_path(text: str) -> bool:

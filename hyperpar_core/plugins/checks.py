@@ -137,6 +137,9 @@ def _factory(descriptor: InnerWrapper | LocalComputeFactory | LossFactory, where
         factory_parameters(descriptor.factory, where)
     except PluginError as error:
         raise PluginError(str(error).rstrip(".")) from None
+    if descriptor.traffic is not None:
+        call = "traffic(*, contract, shapes, tokens, ranks, width)"
+        _callable_with(descriptor.traffic, where, "traffic", call, contract=None, shapes={}, tokens=0, ranks=1, width=2)
 
 
 def _inner_wrapper(descriptor: InnerWrapper, where: str) -> None:
@@ -166,11 +169,6 @@ def _callable_with(function: Callable[..., Any], where: str, field: str, call: s
     except (TypeError, ValueError) as error:
         raise PluginError(f"{where}: {field} can't be called as {call}: {error}") from None
 
-    if descriptor.traffic is not None:
-        call = "traffic(*, contract, shapes, tokens, ranks, width)"
-        _callable_with(
-            descriptor.traffic, where, "traffic", call, contract=None, shapes={}, tokens=0, ranks=1, width=2
-        )
 
 def _special_handler(descriptor: SpecialHandler, where: str) -> None:
     call = "sections(shape, *, module, param_name, config)"
@@ -184,6 +182,9 @@ def _lowerer(descriptor: CollectiveLowerer, where: str) -> None:
     _expect(known, where, "axes", axes, f"a tuple of {', '.join(PLAN_AXES)}")
     _expect(_texts(descriptor.backends), where, "backends", descriptor.backends, "a tuple such as ('nccl', 'gloo')")
     _bool(descriptor.exact, where, "exact")
+    error = descriptor.error
+    right = error is None or (isinstance(error, float) and not descriptor.exact and 0 < error < 1)
+    _expect(right, where, "error", error, "None, or with exact=False a part of the largest value, between 0 and 1")
 
 
 def _family(descriptor: ModelFamily, where: str) -> None:

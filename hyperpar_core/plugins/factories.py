@@ -20,6 +20,7 @@ from ..errors import HyperparError, PluginError
 
 __all__ = ["call_check", "call_factory", "check_factory", "describe_error", "factory_parameters"]
 
+_CHANGES = Path(__file__).parents[1] / "changes.py"
 _REFUSED = {
     inspect.Parameter.VAR_KEYWORD: "takes **{}: every option must stand in the signature",
     inspect.Parameter.VAR_POSITIONAL: "takes *{}: context and options are passed by name",
@@ -35,6 +36,8 @@ def describe_error(error: BaseException) -> str:
         text = "(no text)"
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     places = [place for place in places if not place[0].startswith("<frozen")]
+    while places and Path(places[-1][0]) == _CHANGES:  # a descriptor that refuses a name: the line is the plugin's
+        places.pop()
     if places and not _is_machinery(Path(places[-1][0])):
         text += " ({}:{})".format(*places[-1])
     return f"{type(error).__name__}: {text}"
@@ -60,6 +63,12 @@ def factory_parameters(
     return parameters
 
 
+def own_options(factory: Callable[..., Any]) -> frozenset[str]:
+    """Options of a plugin for an older core that have the name of a context by now, and stay options."""
+    own: frozenset[str] = getattr(factory, "own_options", frozenset())
+    return own
+
+
 def check_factory(
     factory: Callable[..., Any],
     options: Mapping[str, Any],
@@ -72,10 +81,11 @@ def check_factory(
     `where` starts every text; `available`: the context names that this kind of factory is given.
     """
     parameters = factory_parameters(factory, where)
-    accepted = [name for name in parameters if name not in CONTEXT_NAMES]
+    reserved = CONTEXT_NAMES - own_options(factory)
+    accepted = [name for name in parameters if name not in reserved]
     listed = ", ".join(accepted) or "none"
     for name in options:
-        if name in CONTEXT_NAMES:
+        if name in reserved:
             raise PluginError(f"{where}: option {name!r} is a name that the core itself passes. Options: {listed}.")
         if name not in accepted:
             raise PluginError(f"{where}: unknown option {name!r}. Options: {listed}.")
@@ -83,7 +93,7 @@ def check_factory(
     missing = [name for name in required if name in accepted and name not in options]
     if missing:
         raise PluginError(f"{where}: missing option{'s' * (len(missing) > 1)} {', '.join(missing)}. Options: {listed}.")
-    absent = ", ".join(name for name in required if name in CONTEXT_NAMES and name not in available)
+    absent = ", ".join(name for name in required if name in reserved and name not in available)
     if absent:
         given = ", ".join(sorted(available))
         raise PluginError(f"{where}: the factory asks for {absent}, which isn't given here. Given: {given}.")
@@ -98,7 +108,8 @@ def call_factory(
     raises, or what it returns can't be called or closes over a module with weights.
     """
     check_factory(factory, options, where, available=context.keys())
-    asked = {name: context[name] for name in factory_parameters(factory, where) if name in context}
+    own = own_options(factory)
+    asked = {name: context[name] for name in factory_parameters(factory, where) if name in context and name not in own}
     try:
         made: Any = factory(**asked, **options)
     except HyperparError:

@@ -30,7 +30,7 @@ import importlib_metadata
 import pluggy
 
 from .. import hookspecs
-from ..descriptors import API_VERSION
+from ..changes import API_VERSION, to_current, understated
 from ..errors import PluginError
 from .checks import check_descriptor, check_info, installed_version, private_imports
 from .factories import describe_error
@@ -72,6 +72,8 @@ def load(distributions: Iterable[Any] | None = None, environ: Mapping[str, str] 
         _refuse_if(settings.strict, plugin)
         if plugin.status == "broken":
             _log.warning("plugin %s is left out: %s.", plugin, plugin.reason)
+        elif plugin.deprecations and plugin.status == "loaded":
+            _log.warning("plugin %s: %s.", plugin, "; ".join(plugin.deprecations))
     return Registry(plugins)
 
 
@@ -90,32 +92,42 @@ def _let_in(plugin: Plugin, entry_point: Any) -> Plugin:
     """Imports one plugin and calls its hooks: loaded with all that it offers, or broken with the reason."""
     start = time.perf_counter()
     offers: dict[type, tuple[Any, ...]] = {}
+    notes: list[str] = []
+    unstated: list[str] = []
     error: BaseException | None = None
     states_versions = True
     try:
-        states_versions = _collect(entry_point.load(), plugin.provider.plugin, offers)
+        states_versions = _collect(entry_point.load(), plugin.provider.plugin, offers, notes, unstated)
         reason = ""
     except PluginError as refused:
         error, reason = refused, str(refused)
     except (Exception, SystemExit) as raised:  # whatever the plugin does, the others load
         error, reason = raised, describe_error(raised)
     seconds = time.perf_counter() - start
-    plugin = replace(plugin, seconds=seconds, offers=offers, states_versions=states_versions)
+    plugin = replace(
+        plugin, seconds=seconds, offers=offers, states_versions=states_versions, deprecations=tuple(notes),
+        unstated=tuple(unstated),
+    )  # fmt: skip
     return plugin if error is None else replace(plugin, status="broken", reason=reason, error=error)
 
 
-def _collect(plugin: Any, name: str, offers: dict[type, tuple[Any, ...]]) -> bool:
-    """Fills `offers` with the checked descriptors of one plugin, and says whether it states versions.
+def _collect(
+    plugin: Any, name: str, offers: dict[type, tuple[Any, ...]], notes: list[str], unstated: list[str]
+) -> bool:
+    """Fills `offers` with the checked descriptors of one plugin, brought up to this core's API, `notes` with what is deprecated in them,
+    and `unstated` with what is newer than the API that it states; says whether it states versions.
 
     Each plugin has a pluggy manager of its own: its hooks can neither see nor change another plugin's.
     """
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     implemented = _implemented(manager, plugin)
+    api = API_VERSION  # what states none is taken as written for this one
     if _INFO in implemented:  # first: where the versions don't fit, nothing else that is wrong is news
         _check_arguments(_INFO, implemented[_INFO])
         for info in _answers(_INFO, implemented[_INFO]):
             check_info(info)
+            api = info.api
     for hook, functions in sorted(implemented.items()):
         if hook in _OUR_HOOKS:
             _check_arguments(hook, functions)
@@ -135,6 +147,12 @@ def _collect(plugin: Any, name: str, offers: dict[type, tuple[Any, ...]]) -> boo
             descriptors += answer
         offers[kind] = tuple(sorted(descriptors, key=lambda one: str(one.name)))
     for kind, offered in offers.items():  # last: what is left out for a malformed descriptor is known by its names
+        brought = [to_current(descriptor, api) for descriptor in offered]
+        offered = tuple(descriptor for descriptor, _ in brought)
+        offers[kind] = offered
+        notes += [note for _, said in brought for note in said]
+        claim = understated(offered, api)
+        unstated += [claim] if claim else []
         for descriptor in offered:
             check_descriptor(descriptor)
         for one, after in pairwise(offered):
@@ -303,7 +321,7 @@ def _registers(plugin: Plugin) -> dict[str, list[str]]:
 
 def _notes(plugin: Plugin) -> list[str]:
     module = plugin.module.split(":")[0].strip()
-    notes = [f"imports the core's private module {name}" for name in private_imports(module)]
+    notes = [*plugin.deprecations, *plugin.unstated, *(f"imports the core's private module {name}" for name in private_imports(module))]
     if plugin.seconds > SLOW:
         notes.append(f"took {plugin.seconds:.1f} s to load: import heavy modules in the factories")
     if not plugin.states_versions:

@@ -63,6 +63,7 @@ class Plugin:
 
     offers   {descriptor type: descriptors, by name}: what it registers, or would register if it weren't broken
     error    what its own code raised, for the traceback
+    deprecations, unstated   what it uses that a later core won't have, and what an older one hasn't that it says will do
     """
 
     provider: Provider
@@ -72,6 +73,8 @@ class Plugin:
     seconds: float = 0.0
     offers: Mapping[type, tuple[Any, ...]] = field(default_factory=dict)
     states_versions: bool = True
+    deprecations: tuple[str, ...] = ()
+    unstated: tuple[str, ...] = ()
     error: BaseException | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -93,19 +96,19 @@ class Registry:
                 self._offered[kind].update({one.name: (one, plugin.provider) for one in descriptors})
 
     def inner_wrapper(self, name: str) -> tuple[InnerWrapper, Provider]:
-        return self._get(InnerWrapper, name)
+        return self.get(InnerWrapper, name)
 
     def special_handler(self, name: str) -> tuple[SpecialHandler, Provider]:
-        return self._get(SpecialHandler, name)
+        return self.get(SpecialHandler, name)
 
     def local_compute(self, name: str) -> tuple[LocalComputeFactory, Provider]:
-        return self._get(LocalComputeFactory, name)
+        return self.get(LocalComputeFactory, name)
 
     def lowerer(self, name: str) -> tuple[CollectiveLowerer, Provider]:
-        return self._get(CollectiveLowerer, name)
+        return self.get(CollectiveLowerer, name)
 
     def loss(self, name: str) -> tuple[LossFactory, Provider]:
-        return self._get(LossFactory, name)
+        return self.get(LossFactory, name)
 
     def families(self) -> list[tuple[ModelFamily, Provider]]:
         """Every model family, by name."""
@@ -124,7 +127,8 @@ class Registry:
         loaded = (plugin.provider for plugin in self.plugins if plugin.status == "loaded")
         return sorted((one.plugin, one.distribution, one.version) for one in loaded)
 
-    def _get(self, kind: type[T], name: str) -> tuple[T, Provider]:
+    def get(self, kind: type[T], name: str) -> tuple[T, Provider]:
+        """The lookup of any kind."""
         found = self.find(kind, name) if isinstance(name, str) else None
         if found is None:
             raise self._missing(kind, str(name))
