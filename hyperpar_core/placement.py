@@ -46,6 +46,9 @@ class SharedShard(Placement):
     def __hash__(self) -> int:
         return hash((self.dim, self.copies))
 
+    def __reduce__(self) -> tuple[type[SharedShard], tuple[int, int]]:
+        return SharedShard, (self.dim, self.copies)  # torch's base class can't be pickled by its state
+
     def __repr__(self) -> str:
         return f"SharedShard(dim={self.dim}, copies={self.copies})"
 

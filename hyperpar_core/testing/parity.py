@@ -43,6 +43,7 @@ def compare(
     rows: Tensor | None = None,
     title: str = "",
     hints: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
 ) -> ParityReport:
     """Compares the record of each rank with the reference. bounds: those of the reference's dtype, unless given.
 
@@ -51,14 +52,14 @@ def compare(
     """
     bounds = bounds or Bounds.of(reference.logits.dtype)
     comparisons = tuple(_Comparer(reference, record, bounds, rows).result() for record in records)
-    return ParityReport(title, float(reference.loss), reference.steps, comparisons, hints or {})
+    return ParityReport(title, float(reference.loss), reference.steps, comparisons, hints or {}, tuple(notes))
 
 
 def merge(reports: Sequence[ParityReport]) -> ParityReport:
     """One report of what every rank has compared for itself."""
     first = reports[0]
     comparisons = tuple(comparison for report in reports for comparison in report.comparisons)
-    return ParityReport(first.title, first.loss, first.steps, comparisons, first.hints)
+    return ParityReport(first.title, first.loss, first.steps, comparisons, first.hints, first.notes)
 
 
 class _Comparer:

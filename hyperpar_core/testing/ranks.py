@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-__all__ = ["RankFailure", "RankPool", "close_pools", "pool"]
+__all__ = ["RankFailure", "RankPool", "close_pools", "locate", "pool"]
 
 GROUP_TIMEOUT = 60.0  # seconds a collective waits for the other ranks
 START_TIMEOUT = 180.0  # seconds for a rank to import torch and transformers
@@ -265,7 +265,7 @@ def close_pools() -> None:
 def _quiet_start() -> Iterator[None]:
     """Around the start of ranks: the server's environment has one thread, and no rank runs a script's main part again.
 
-    A rank finds a script's functions by itself (see `_find`), so it isn't told of the main module.
+    A rank finds a script's functions by itself (see `locate`), so it isn't told of the main module.
     """
     main, before = sys.modules["__main__"], dict(os.environ)
     sys.modules["__main__"] = ModuleType("__main__")
@@ -327,7 +327,7 @@ def _serve(
                 dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=limit)
                 generation = job.generation
             with _isolated():
-                function = _find(job)
+                function = locate(job.module, job.file, job.name)
                 args, kwargs = pickle.loads(job.arguments)
                 result = pickle.dumps(function(*args, **kwargs))
             reply = pickle.dumps((True, result, len(dist.distributed_c10d._world.pg_map)))
@@ -360,19 +360,17 @@ def _failure(error: BaseException) -> bytes:
         return pickle.dumps((False, text, None))
 
 
-def _find(job: _Job) -> Callable[..., Any]:
-    """The function of a job; a module that can't be imported by its name is loaded from its file under that name."""
-    name = "__mp_main__" if job.module == "__main__" else job.module
-    module = sys.modules.get(name)
-    if module is None or not _same_file(module, job.file):
-        module = _import(name, job.file)
-    if name == "__mp_main__":
-        sys.modules["__main__"] = module
-    found: Any = module
-    for part in job.name.split("."):
+def locate(module: str, file: str | None, name: str) -> Any:
+    """The object `name` of a module; one that can't be imported by its name is loaded from its file under that name."""
+    known = "__mp_main__" if module == "__main__" else module
+    found: Any = sys.modules.get(known)
+    if found is None or not _same_file(found, file):
+        found = _import(known, file)
+    if known == "__mp_main__":
+        sys.modules["__main__"] = found
+    for part in name.split("."):
         found = getattr(found, part)
-    function: Callable[..., Any] = found
-    return function
+    return found
 
 
 def _import(name: str, file: str | None) -> ModuleType:

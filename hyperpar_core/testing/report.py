@@ -75,13 +75,15 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Every rank's comparison. `hints`: {parameter or boundary: what its contract says}, for the text."""
+    """Every rank's comparison. `hints`: {parameter or boundary: what its contract says}, for the text; `notes`: what a reader has to
+    know of the run, a lowerer that isn't exact, say."""
 
     title: str
     loss: float
     steps: int
     comparisons: tuple[Comparison, ...]
     hints: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -128,12 +130,14 @@ class ParityReport:
         if first:
             lines.append(f"  first part: {self._where(first)}")
             lines += [f"    {line}" for line in self._details(first)]
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
     def to_data(self) -> dict[str, Any]:
         """Plain data: `ok`, the counts, where it first parts, and every difference by rank."""
         data = asdict(self)
         data["hints"] = dict(self.hints)
+        data["notes"] = list(self.notes)
         first = asdict(self.first) if self.first else None
         return {"ok": self.ok, "first": first, "replicas": list(self.replicas), **data}
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import ShardingPlan, apply_plan, build_plan, make_mesh
 from ..errors import HyperparError
 from ..placement import Layout, format_placement
+from ..plugins import get_registry
 from .models import model_from
 from .parity import Bounds, compare, merge
 from .ranks import RankFailure, pool
@@ -62,7 +63,8 @@ def check_parity(
     dp); every rank gets the report of all ranks. `plan`: one to use as it is, in place of build_plan's. `model` stays
     planned. Raises what build_plan and apply_plan raise.
     """
-    mesh = make_mesh(dp=degrees.dp, cp=degrees.cp, tp=degrees.tp)
+    device = next((p.device.type for p in model.parameters()), None)
+    mesh = make_mesh(dp=degrees.dp, cp=degrees.cp, tp=degrees.tp, device_type=device)
     if plan is None:
         plan = build_plan(model, mesh, ep_size=degrees.ep, **degrees.options)
     single = copy.deepcopy(model)
@@ -72,7 +74,7 @@ def check_parity(
     record = record_parallel(applied, batch, steps=steps)
     mask = batch.get("attention_mask")
     rows = mask.bool() if mask is not None and mask.ndim == 2 else None
-    report = compare(reference, [record], bounds, rows=rows, title=title, hints=_hints(plan))
+    report = compare(reference, [record], bounds, rows=rows, title=title, hints=_hints(plan), notes=_inexact(plan))
     everywhere: list[Any] = [report]
     if dist.is_initialized():
         everywhere = [None] * dist.get_world_size()
@@ -142,6 +144,19 @@ def _hints(plan: ShardingPlan) -> dict[str, str]:
             gradients = "; ".join(f"{name} {_over(layout)}" for name, layout in contract.in_grad.items())
             hints[f"backward of {contract.fqn}"] = f"contract says that the compute's input gradients are {gradients}"
     return hints
+
+
+def _inexact(plan: ShardingPlan) -> list[str]:
+    """One sentence for each lowerer of the plan that doesn't compute what the default computes."""
+    notes = []
+    for name in sorted({contract.lowerer for contract in plan.boundaries if contract.lowerer is not None}):
+        lowerer, provider = get_registry().lowerer(name)
+        if not lowerer.exact:
+            stated = "how far off a transition may be isn't stated"
+            if lowerer.error is not None:
+                stated = f"a transition may be off by {lowerer.error:.2g} of the largest value"
+            notes.append(f"lowerer {name} ({provider}) is not exact by its own word: {stated}")
+    return notes
 
 
 def _over(layout: Layout) -> str:

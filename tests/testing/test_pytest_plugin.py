@@ -30,6 +30,11 @@ def test_whose_ranks_hang(ranks2):
 
 def test_the_ranks_are_back_afterwards(ranks2):
     assert ranks2.run(rank) == [0, 1]
+
+def test_ranks_by_number_are_the_same_ones_and_tiny_models_are_new_each_time(ranks, ranks2, tiny):
+    assert ranks(2) is ranks2
+    a, b = tiny("llama"), tiny("llama")
+    assert a is not b and all(x.equal(y) for x, y in zip(a.parameters(), b.parameters()))
 """
 
 
@@ -38,6 +43,6 @@ def test_an_author_gets_ranks_a_limit_per_test_and_live_ranks_after_a_hang(tmp_p
     (tmp_path / "test_them.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "--strict-markers", "-p", "no:cacheprovider", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=tmp_path)
-    assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    assert "2 failed, 3 passed" in done.stdout, done.stdout + done.stderr
     for failed, seconds in (("test_that_hangs", "0.3"), ("test_whose_ranks_hang", "0.5")):
         assert f"{failed} ran longer than {seconds} s" in done.stdout
