@@ -1,4 +1,4 @@
-"""The command line: hyperpar plan | diff | verify | plugins | env.
+"""The command line: hyperpar plan | diff | verify | new-plugin | plugins | env.
 
 Exit codes: 0 done or equal, 1 different, 2 wrong usage, 3 refused.
 """
@@ -135,6 +135,23 @@ def verify(
         )  # fmt: skip
         typer.echo(report.to_json() if as_json else report.text())
     raise typer.Exit(0 if report.ok else DIFFERENT)
+
+
+@app.command("new-plugin")
+def new_plugin(
+    name: Annotated[str, typer.Argument(help="of the distribution, such as acme-attention", show_default=False)],
+    kind: Annotated[
+        Literal["inner-wrapper", "local-compute", "special-handler", "lowerer", "family"],
+        typer.Option(help="what it offers", show_default=False),
+    ],
+    out: Annotated[Path | None, typer.Option(help="the folder to make (default: NAME)", show_default=False)] = None,
+) -> None:
+    """Writes a distribution that offers one descriptor, with tests that it passes, to be changed into yours."""
+    with _reported():
+        from .new_plugin import new_plugin as write
+
+        for path in write(name, kind, out):
+            typer.echo(path)
 
 
 @app.command()
