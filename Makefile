@@ -5,6 +5,7 @@
 #   make verify   compares one model on ranks with one process: MODEL=qwen3 DEGREES="--dp 2 --tp 2"
 #   make parity   every family in four modes, and the table in docs/families.md; goes on where it stopped
 #   make bench    one training step, side by side with hand-written and transformers' tensor parallelism
+#   make docs     every page as HTML, in $(OUT)/docs; fails on a link that leads nowhere
 #   make wheels   one wheel per distribution, in dist/           make clean  removes what the others made, but $(VENV)
 
 VENV    ?= .venv
@@ -26,7 +27,7 @@ empty    :=
 space    := $(empty) $(empty)
 MYPYPATH := $(subst $(space),:,$(strip $(PLUGINS)))
 
-.PHONY: test lint demo demo-cp verify parity bench wheels clean
+.PHONY: test lint demo demo-cp verify parity bench docs wheels clean
 .DELETE_ON_ERROR:
 
 # torch comes first and alone, so that a CPU build that is at hand is taken.
@@ -67,6 +68,9 @@ parity: $(VENV)/.test
 
 bench: $(VENV)/.bench
 	$(TORCHRUN) --nproc-per-node $(RANKS) docs/benchmarks/bench.py $(BENCH)
+
+docs: $(VENV)/.test
+	$(PY) docs/build.py $(OUT)/docs
 
 wheels: $(VENV)/.test
 	$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist . $(PLUGINS:%=./%)

@@ -19,8 +19,10 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
     if path.name != "CHANGELOG.md"
 )
-# Their examples are plugins, which tests/door installs and runs.
-PLUGIN_PAGES = {"docs/hooks.md", "docs/write-a-plugin.md"}
+# Their examples are plugins, which tests/door, tests/kit and test_plugin_pages.py install and run.
+PLUGIN_PAGES = {
+    "docs/hooks.md", "docs/write-a-plugin.md", "docs/cookbook.md", "docs/tutorial-family.md", "docs/examples/third_party/README.md",
+}  # fmt: skip
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SCRIPT = re.compile(r"# (\w+\.py): torchrun --nproc-per-node (\d+) (\w+\.py)\n")
 LIMIT = 300  # seconds; every rank of a script imports torch and transformers
