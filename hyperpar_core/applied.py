@@ -118,6 +118,10 @@ class Applied:
         """The state_dict with whole tensors."""
         return saving.full_state_dict(self.model)
 
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copies whole tensors, under their original names, into the model."""
+        saving.load_full_state_dict(self.model, state)
+
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
         """Writes a folder that plain transformers loads: see train.saving.save_pretrained. Every rank calls it."""
         saving.save_pretrained(self.model, folder, self.mesh, **options)

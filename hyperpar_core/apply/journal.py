@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .expert_stack import ExpertStack
 from .generated import STATE, ModuleState, generated_class
 
 __all__ = ["Journal"]
@@ -42,6 +43,7 @@ class Journal:
     def __init__(self) -> None:
         self._inverses: list[Callable[[], None]] = []
         self._replaced: list[_Replaced] = []
+        self._lists: list[tuple[str, ExpertStack, nn.ModuleList]] = []
 
     def set_class(self, module: nn.Module, names: tuple[str, ...], runs: bool) -> ModuleState:
         """Gives `module` its generated subclass and a fresh state."""
@@ -75,6 +77,14 @@ class Journal:
         self._replaced.append(_Replaced(module, name, fqn, tuple(values), module._parameters[name]))
         _exchange(module, (name,), values)
 
+    def replace_list(self, model: nn.Module, fqn: str, stack: ExpertStack, experts: nn.ModuleList) -> None:
+        """Puts a stack in the place of the list of expert modules `fqn`."""
+        parent, _, name = fqn.rpartition(".")
+        owner = model.get_submodule(parent)
+        owner._modules[name] = stack
+        self._lists.append((fqn, stack, experts))
+        self._inverses.append(lambda: owner._modules.__setitem__(name, experts))
+
     def on_undo(self, inverse: Callable[[], None]) -> None:
         """Notes the inverse of a change made elsewhere."""
         self._inverses.append(inverse)
@@ -88,6 +98,11 @@ class Journal:
     def commit(self) -> None:
         """Lets go of the original parameters: from here on only `undo` goes back."""
         self._replaced = [replace(entry, original=None) for entry in self._replaced]
+        for _, stack, experts in self._lists:
+            for expert in experts:
+                for path in stack.names.values():
+                    owner, _, name = path.rpartition(".")
+                    expert.get_submodule(owner)._parameters[name] = None
 
     def undo(self, values: Mapping[str, torch.Tensor]) -> None:
         """Takes everything back, with whole tensors in the place of the parameters; tied names share one parameter."""
@@ -98,9 +113,16 @@ class Journal:
             if id(current) not in made:
                 made[id(current)] = nn.Parameter(values[entry.fqn], requires_grad=current.requires_grad)
             _exchange(entry.module, entry.now, {entry.name: made[id(current)]})
+        for fqn, stack, experts in self._lists:
+            for i, expert in enumerate(experts):
+                for held, path in stack.names.items():
+                    owner, _, name = path.rpartition(".")
+                    value = nn.Parameter(values[f"{fqn}.{i}.{path}"], requires_grad=stack.get_parameter(held).requires_grad)
+                    expert.get_submodule(owner)._parameters[name] = value
         self._run_inverses()
 
     def _run_inverses(self) -> None:
         while self._inverses:
             self._inverses.pop()()
         self._replaced.clear()
+        self._lists.clear()

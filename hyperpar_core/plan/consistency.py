@@ -64,8 +64,13 @@ def check_layouts(contract: Contract, shapes: Mapping[str, tuple[int, ...]], axe
             if isinstance(placement, Partial):
                 raise OverrideError(f"{fqn}: {axis}: partial: a parameter is held as replicate or shard(N).")
             _check_dim(placement, len(shapes[fqn]), f"{fqn}: {axis}", "of a parameter")
-            if axis == "ep" and ep_size > 1 and isinstance(placement, Shard) and shapes[fqn][placement.dim] % ep_size:
-                raise OverrideError(f"{fqn}: ep={ep_size} doesn't divide {shapes[fqn][placement.dim]}.")
+            if axis == "ep" and ep_size > 1 and isinstance(placement, Shard):
+                path = next((path for path in contract.stacked if name.startswith(f"{path}.")), None)
+                count = contract.stacked[path] if path else shapes[fqn][placement.dim]
+                if count % ep_size:
+                    raise OverrideError(f"{fqn}: ep={ep_size} doesn't divide {count}.")
+                if path and placement.dim:
+                    raise OverrideError(f"{fqn}: ep: {format_placement(placement)}: experts of a list are cut by their number, shard(0).")
     for kind, src, dst in (("in", contract.in_src, contract.in_dst), ("out", contract.out_src, contract.out_dst)):
         if set(src) != set(dst):
             name = sorted(set(src) ^ set(dst))[0]

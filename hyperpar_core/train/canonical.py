@@ -17,12 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ..apply.expert_stack import ExpertStack
 from ..apply.generated import plain_name, state_of
 from ..errors import CheckpointError
 from ..placement import Placement, shard_size
 
 __all__ = [
     "Part", "Place", "Section", "WholeTensor", "box", "describe", "model_tensors", "moved", "part_of", "places", "refuse_meta", "sections",
+    "stacks",
 ]  # fmt: skip
 
 
@@ -159,9 +161,15 @@ def moved(part: Part, place: Place) -> Part:
 def model_tensors(model: nn.Module) -> dict[str, WholeTensor]:
     """{name before the plan: the whole tensor and this rank's parts}, of all parameters and saved buffers. No communication."""
     where, once, aliases = places(model)
+    stacked = stacks(model)
     parts: dict[str, list[Part]] = {}
     first: dict[str, tuple[Place, torch.dtype]] = {}
     for name, tensor in once.items():
+        if name in stacked:
+            for number, member in enumerate(stacked[name]):
+                first[member], aliases[member] = (Place(member, tuple(tensor.shape[1:])), tensor.dtype), ()
+                parts[member] = _of_expert(part_of(name, tensor), number)
+            continue
         place = where[id(tensor)]
         first.setdefault(place.name, (place, tensor.dtype))
         parts.setdefault(place.name, []).append(moved(part_of(name, tensor), place))
@@ -169,6 +177,22 @@ def model_tensors(model: nn.Module) -> dict[str, WholeTensor]:
         name: WholeTensor(name, place.shape, dtype, tuple(parts[name]), aliases[name])
         for name, (place, dtype) in first.items()
     }
+
+
+def stacks(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """{name of a stacked parameter of experts: the names of its parts before the plan, in order}."""
+    return {
+        f"{plain_name(prefix)}.{name}": tuple(f"{plain_name(prefix)}.{i}.{path}" for i in range(stack.count))
+        for prefix, stack in model.named_modules()
+        if isinstance(stack, ExpertStack)
+        for name, path in stack.names.items()
+    }
+
+
+def _of_expert(part: Part, number: int) -> list[Part]:
+    """What this rank's part of a stack holds of one expert: a part of that expert's parameter, or nothing."""
+    at = number - part.offsets[0]
+    return [Part(part.offsets[1:], part.local[at])] if 0 <= at < part.local.shape[0] else []
 
 
 def refuse_meta(tensors: Mapping[str, WholeTensor]) -> None:

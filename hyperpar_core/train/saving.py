@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..apply.generated import plain_name
 from ..apply.parameters import whole
 from .bare import bare_model
-from .canonical import WholeTensor, model_tensors, refuse_meta, sections
+from .canonical import WholeTensor, model_tensors, refuse_meta, sections, stacks
 from .line import line_of
 from .pretrained_folder import Reversal, ShardWriter, parse_size
 
@@ -39,13 +39,16 @@ def full_state_dict(model: nn.Module, *, cpu: bool = False) -> dict[str, Tensor]
 
 
 def _original_names(model: nn.Module, names: Iterable[str]) -> list[str]:
-    packed = sections(model)
-    return list(dict.fromkeys(packed[name].name if name in packed else name for name in names))
+    packed, stacked = sections(model), stacks(model)
+    found: dict[str, None] = {}
+    for name in names:
+        found.update(dict.fromkeys(stacked.get(name, (packed[name].name if name in packed else name,))))
+    return _in_order(found, stacked)
 
 
 def _whole(model: nn.Module, tensors: Mapping[str, Any], *, cpu: bool = False) -> dict[str, Tensor]:
-    """Whole tensors under their original names, sections joined, one storage for tied names."""
-    packed = sections(model)
+    """Whole tensors under their original names, sections joined, stacks taken apart, one storage for tied names."""
+    packed, stacked = sections(model), stacks(model)
     done: dict[int, Tensor] = {}
 
     def gather(value: Any) -> Tensor:
@@ -56,6 +59,9 @@ def _whole(model: nn.Module, tensors: Mapping[str, Any], *, cpu: bool = False) -
 
     result: dict[str, Tensor] = {}
     for name, value in tensors.items():
+        if name in stacked:
+            result.update(zip(stacked[name], (part.clone() for part in gather(value)), strict=True))
+            continue
         section = packed.get(name)
         original = section.name if section else name
         if original in result:
@@ -66,7 +72,23 @@ def _whole(model: nn.Module, tensors: Mapping[str, Any], *, cpu: bool = False) -
                 result[original] = result[original].cpu()
         else:
             result[original] = gather(value)
-    return result
+    return {name: result[name] for name in _in_order(result, stacked)}
+
+
+def _in_order(names: Iterable[str], stacked: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Names in the model's order: the parameters of an expert stand together, those of all stacks of a list where the first stands."""
+    names = list(names)
+    if not stacked:
+        return names
+    lists: dict[str, list[tuple[str, ...]]] = {}
+    for stack, members in stacked.items():
+        lists.setdefault(stack.rpartition(".")[0], []).append(members)
+    in_list = {name: path for path, of_list in lists.items() for members in of_list for name in members}
+    present, ordered = set(names), dict[str, None]()
+    for name in names:
+        together = [one for of_one in zip(*lists[in_list[name]], strict=True) for one in of_one] if name in in_list else [name]
+        ordered.update({one: None for one in together if one in present})
+    return list(ordered)
 
 
 def save_pretrained(
@@ -100,6 +122,8 @@ def save_pretrained(
     joined: dict[str, list[str]] = {}
     for name, section in sections(model).items():
         joined.setdefault(section.name, []).append(name)
+    for name, members in stacks(model).items():
+        joined.update({member: [name] for member in members})
     for group, how in groups:
         values = {}
         for name in group:  # every rank takes part, also where writing failed

@@ -20,6 +20,7 @@ from ..placement import Layout, Placement, shard_size
 from ..plan.contract import Contract
 from ..plan.gradients import section_contract
 from ..plan.sharding_plan import ShardingPlan
+from ..plan.stacks import as_held, member
 from ..plugins import get_registry
 
 __all__ = ["GradientSum", "Movement", "gradient_sums", "held_parts", "local_shape", "movements", "predict", "tells_traffic"]
@@ -52,6 +53,10 @@ class GradientSum:
 def held_parts(plan: ShardingPlan, contract: Contract, name: str) -> list[tuple[int, Layout]]:
     """(the first rank's elements, placement of their gradient) of a parameter: one part, or one per section of a packed one."""
     shape = plan.parameters[f"{contract.fqn}.{name}" if contract.fqn else name]
+    expert = member(contract.stacked, name)
+    if expert:  # the first rank holds the first experts of a list
+        here = expert[1] < contract.stacked[expert[0]] // plan.ep_size
+        return [(prod(shape) if here else 0, contract.param_grad.get(name, {}))]
     sections = contract.sections.get(name)
     if not sections:
         return [
@@ -196,6 +201,7 @@ def predict(
     Not in it: what wrappers and losses send by themselves, local computes whose descriptors don't say how much, and what activation
     checkpointing computes again.
     """
+    plan = as_held(plan)
     total: dict[str, tuple[int, int]] = {}
     handed = [
         (m.collective, m.bytes)

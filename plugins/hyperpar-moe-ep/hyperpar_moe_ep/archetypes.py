@@ -24,9 +24,12 @@ from hyperpar_core.errors import ApplyError, OverrideError, Refused
 
 from .dispatch import DISPATCHERS, Build, Dispatcher, nothing
 from .other_calls import ScaledInputs, SortedRows
+from .two_passes import called_one_by_one
 
-__all__ = ["BlockForward", "deepseekv3_sigmoid_group_shared", "experts_dispatch", "jetmoe_sorted_rows", "llama4_scaled_inputs",
-           "mixtral_topk_router", "qwen2moe_shared_expert_gate", "routed_only_softmax_topk", "topk_router"]  # fmt: skip
+__all__ = [
+    "BlockForward", "CalledOneByOne", "deepseekv3_sigmoid_group_shared", "expert_modules", "experts_dispatch", "jetmoe_sorted_rows",
+    "llama4_scaled_inputs", "mixtral_topk_router", "qwen2moe_shared_expert_gate", "routed_only_softmax_topk", "topk_router",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,16 @@ class BlockForward:
         if isinstance(out, tuple) and out[0].ndim < x.ndim:  # some hand back rows, of which a boundary can't tell sequences
             return (out[0].view(x.shape), *out[1:])
         return out
+
+
+@dataclass(frozen=True)
+class CalledOneByOne(BlockForward):
+    """The same for a block that calls its experts one after the other."""
+
+    fqn: str
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return called_one_by_one(self.fqn, module, super().__call__, args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -248,3 +261,18 @@ def jetmoe_sorted_rows(*, module: nn.Module, ep_mesh: DeviceMesh, fqn: str = "bl
     return BlockForward(
         {layer: SortedRows(f"{fqn}.{layer}", group, sends=layer == layers[0], returns=layer == layers[1]) for layer in layers}
     )
+
+
+def expert_modules(*, module: nn.Module, ep_mesh: DeviceMesh, fqn: str = "block", dispatcher: Any = "all_to_all") -> CalledOneByOne:
+    """A block that calls experts[i](rows [n, hidden]) -> [n, hidden] for each expert of a ModuleList, at most once a forward.
+
+    How it routes, in which order it calls, whether it skips experts without rows and how it merges is its own code, which runs twice: to
+    learn the rows, and with what the experts made of them. So it may not keep accounts as it runs (buffers, hooks on its router).
+    """
+    name = "expert_modules"
+    experts = getattr(module, "experts", None)
+    if not isinstance(experts, nn.ModuleList) or not len(experts):
+        raise _refuse(name, fqn, module, f"experts must be a ModuleList of modules; it is {type(experts).__name__}")
+    dispatch = _build(name, fqn, dispatcher)(axis_group(ep_mesh), len(experts) // ep_mesh.size())
+    names = ("hidden_states", "indices", "weights")
+    return CalledOneByOne({"experts": DispatchedExperts(f"{fqn}.experts", names, dispatch)}, fqn)

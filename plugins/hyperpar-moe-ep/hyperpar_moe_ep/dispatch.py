@@ -55,11 +55,11 @@ class AllToAll:
     @staticmethod
     def traffic(
         *, contract: Any, shapes: Mapping[str, Sequence[int]], tokens: int, ranks: int, width: int
-    ) -> list[tuple[str, str, int]]:
-        """What a rank hands to collectives in a step, if every expert is as likely as any other. [] where the plan doesn't know K."""
+    ) -> list[tuple[str, str, int]] | None:
+        """What a rank hands to collectives in a step, if every expert is as likely as any other. None where the plan doesn't know K."""
         hidden, chosen = next(iter(contract.features.values())), contract.features.get("experts_per_token")
         if chosen is None:
-            return []
+            return None
         experts = next(shapes[name][0] for name, layout in contract.params.items() if "ep" in layout)
         here = experts // ranks
         rows = round(tokens * ranks * (1 - comb(experts - here, chosen) / comb(experts, chosen)))

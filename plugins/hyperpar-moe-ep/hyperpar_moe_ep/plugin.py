@@ -23,17 +23,18 @@ OFFERED = {
     "mixtral_topk_router": (("gate", "experts"), "the same with input jitter"),
     "qwen2moe_shared_expert_gate": (("gate", "experts"), "a shared expert behind a sigmoid gate"),
     "deepseekv3_sigmoid_group_shared": (("gate", "experts"), "group-limited sigmoid routing with a correction bias, and shared experts"),
+    "expert_modules": (("experts",), "experts that are modules of a list, called one after the other"),
     "llama4_scaled_inputs": (("router", "experts"), "routing weights that scale the experts' inputs, and a shared expert"),
     "jetmoe_sorted_rows": (("router", "input_linear", "output_linear"), "rows sorted by expert, and experts in two layers"),
 }
 
 # A row for each pair of a token and an expert travels, not one for each rank.
-SENDS_OTHERWISE = ("llama4_scaled_inputs", "jetmoe_sorted_rows")
+SENDS_OTHERWISE = ("expert_modules", "llama4_scaled_inputs", "jetmoe_sorted_rows")
 
 
 @hookimpl
 def hyperpar_plugin_info() -> PluginInfo:
-    return PluginInfo(api="1.0", requires=("torch>=2.13,<2.14", "transformers>=5.24,<5.25"))
+    return PluginInfo(api="1.1", requires=("torch>=2.13,<2.14", "transformers>=5.24,<5.25"))
 
 
 def archetypes_with(build: Build, suffix: str) -> list[LocalComputeFactory]:
