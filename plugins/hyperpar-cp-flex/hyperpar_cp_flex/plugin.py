@@ -46,7 +46,7 @@ def _check(form: str, style: str) -> Callable[..., None]:
 
 @hookimpl
 def hyperpar_plugin_info() -> PluginInfo:
-    return PluginInfo(api="1.0", requires=("torch>=2.13,<2.14", "transformers>=5.24,<5.25"))
+    return PluginInfo(api="1.1", requires=("torch>=2.13,<2.14", "transformers>=5.24,<5.25"))
 
 
 @hookimpl
