@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..apply.generated import plain_name
 from ..apply.parameters import whole
+from ..errors import CheckpointError
 from .bare import bare_model
 from .canonical import WholeTensor, model_tensors, refuse_meta, sections, stacks
 from .line import line_of
 from .pretrained_folder import Reversal, ShardWriter, parse_size
 
-__all__ = ["full_gradients", "full_parameters", "full_state_dict", "save_pretrained"]
+__all__ = ["full_gradients", "full_parameters", "full_state_dict", "load_full_state_dict", "save_pretrained"]
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -36,6 +37,30 @@ def full_state_dict(model: nn.Module, *, cpu: bool = False) -> dict[str, Tensor]
     """The model's state_dict with whole tensors. Every rank calls it. cpu: each tensor goes to the host as it is gathered."""
     tensors = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
     return _whole(model, tensors, cpu=cpu)
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copies whole tensors under their names before the plan into the model: each rank takes its parts. Every rank calls it.
+
+    Raises CheckpointError, with nothing changed, for names that are missing, unexpected, or of another shape. Doesn't communicate.
+    """
+    wholes = model_tensors(model)
+    names = {name: whole for whole in wholes.values() for name in (whole.name, *whole.aliases)}
+    wrong = [f"no {name}" for name, whole in wholes.items() if name not in state and not any(n in state for n in whole.aliases)]
+    wrong += [f"unexpected {name}" for name in state if name not in names]
+    wrong += [
+        f"{n} is {tuple(value.shape)}, needed {names[n].shape}"
+        for n, value in state.items()
+        if n in names and tuple(value.shape) != names[n].shape
+    ]
+    if wrong:
+        raise CheckpointError(f"load_full_state_dict: {len(wrong)} don't fit: {'; '.join(wrong[:4])}.")
+    with torch.no_grad():
+        for whole in wholes.values():
+            value = next(state[name] for name in (whole.name, *whole.aliases) if name in state)
+            for part in whole.parts:
+                box = tuple(slice(at, at + length) for at, length in zip(part.offsets, part.local.shape, strict=True))
+                part.local.copy_(value[box])
 
 
 def _original_names(model: nn.Module, names: Iterable[str]) -> list[str]:
