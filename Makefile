@@ -1,6 +1,7 @@
 # `make test` and `make demo` set up what they need in $(VENV) by themselves, once.
 #   make test     ruff, mypy --strict, pytest                    make lint   the first two
 #   make demo     fine-tunes a small model on three ranks beside one process
+#   make demo-load  reads a pretrained model onto three ranks, trains, checkpoints and saves it, beside plain transformers
 #   make demo-cp  the same on packed documents, with the sequence cut over two ranks
 #   make verify   compares one model on ranks with one process: MODEL=qwen3 DEGREES="--dp 2 --tp 2"
 #   make parity   every family in four modes, and the table in docs/families.md; goes on where it stopped
@@ -27,7 +28,7 @@ empty    :=
 space    := $(empty) $(empty)
 MYPYPATH := $(subst $(space),:,$(strip $(PLUGINS)))
 
-.PHONY: test lint demo demo-cp verify parity bench docs wheels clean
+.PHONY: test lint demo demo-load demo-cp verify parity bench docs wheels clean
 .DELETE_ON_ERROR:
 
 # torch comes first and alone, so that a CPU build that is at hand is taken.
@@ -56,6 +57,9 @@ test: lint
 
 demo: $(VENV)/.demo
 	$(TORCHRUN) --nproc-per-node 3 docs/examples/finetune.py --out $(OUT)
+
+demo-load: $(VENV)/.demo
+	$(TORCHRUN) --nproc-per-node 3 docs/examples/pretrained.py --out $(OUT)
 
 demo-cp: $(VENV)/.demo
 	$(TORCHRUN) --nproc-per-node 2 docs/examples/finetune_cp.py --out $(OUT)

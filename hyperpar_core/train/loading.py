@@ -240,7 +240,8 @@ def load_pretrained(
     stored: dict[str, _Stored] = {}
     bare: Any = None
     try:
-        stored, bare = _open(Path(folder)), bare_model(model)
+        bare = bare_model(model)
+        stored = _open(Path(folder))
         used = _check(bare, stored, model_tensors(model))
     except Exception as error:
         problem = error

@@ -297,6 +297,34 @@ def test_an_optimizer_of_parameters_that_the_model_no_longer_has_is_refused(tmp_
         assert kind == "CheckpointError" and "make the optimizer after them" in text
 
 
+def other_optimizers(folder, degrees, save):
+    """(several in a list with a tensor as rate, state that has no place in the whole), here saved, there loaded."""
+    applied = planned(numbered("llama", scale=1 if save else 0, num_key_value_heads=4), degrees)
+    named = list(applied.model.named_parameters())
+    rate = torch.tensor(0.25 if save else 0.5)
+    momentum = torch.optim.SGD([p for n, p in named if "mlp" in n], lr=0.125 if save else 1.0, momentum=0.9)
+    adam = torch.optim.AdamW([{"params": [p for n, p in named if "mlp" not in n], "weight_decay": 0.1}], lr=rate, foreach=False)
+    if not save:
+        applied.load_checkpoint(folder, [momentum, adam])
+        wrong = [p.shape for p, s in momentum.state.items() if not torch.equal(s["momentum_buffer"].to_local(), p.to_local() * 3)]
+        group = adam.param_groups[0]
+        rates = momentum.param_groups[0]["lr"], float(rate), group["lr"] is rate
+        return wrong, len(momentum.state), len(adam.state), *rates, group["foreach"]
+    for parameter in (p for n, p in named if "mlp" in n):
+        momentum.state[parameter]["momentum_buffer"] = parameter.detach() * 3
+    applied.save_checkpoint(folder, [momentum, adam], step=1)
+    factored = torch.optim.AdamW(applied.model.parameters())
+    factored.state[named[0][1]]["row"] = torch.zeros(5)
+    return raised(lambda: applied.save_checkpoint(f"{folder}/no", factored, step=1))
+
+
+def test_several_optimizers_their_numbers_and_tensor_rates_come_back_and_factored_state_is_refused(tmp_path):
+    for kind, text in pool(2).run(other_optimizers, str(tmp_path), {"tp": 2}, True):
+        assert kind == "CheckpointError" and "optimizer state row/model.embed_tokens.weight is (5,) float32" in text
+    for found in pool(2).run(other_optimizers, str(tmp_path), {"dp": 2}, False):
+        assert found == ([], 3, 0, 0.125, 0.25, True, False)
+
+
 def own_state(folder, degrees, values):
     applied = planned(numbered("llama"), degrees)
     if values:
