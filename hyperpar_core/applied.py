@@ -29,7 +29,7 @@ from .train import data_parallel as fsdp
 from .train.clip import clip_grad_norm
 from .train.finite import refuse_nonfinite
 from .train.materialise import materialise
-from .train.optimizers import retire
+from .train.optimizers import remember, retire
 
 __all__ = ["Applied", "apply_plan"]
 
@@ -159,7 +159,7 @@ class Applied:
         if self._sharded:
             raise ApplyError("fully_shard was called on this model already.")
         layers = find_structure(self.model).layers
-        before = list(self.model.parameters())
+        before = remember(self.model)
         self._sums.remove()
         fsdp.shard_model(self.model, self.mesh, tuple(self.plan.sizes), layers, options, self.expert_mesh)
         installed.parameters.clear()  # FSDP holds its own
@@ -203,7 +203,7 @@ class Applied:
         if any(isinstance(module, FSDPModule) for module in self.model.modules()):
             raise ApplyError("undo() after fully_shard: FSDP can't be taken off a model; save it, and load it anew.")
         values = self.full_parameters() if installed.parameters else {}
-        before = list(self.model.parameters())
+        before = remember(self.model)
         self._sums.remove()
         installed.journal.undo(values)
         self._installed = None
@@ -212,7 +212,7 @@ class Applied:
 
     def _materialise(self) -> None:
         """Gives a model on the meta device its memory; the gradient sums watch the parameters that it then has."""
-        before = list(self.model.parameters())
+        before = remember(self.model)
         made = materialise(self.model, torch.device(self.mesh.device_type))
         installed = self._live()
         if made and installed.parameters:
@@ -259,7 +259,7 @@ def apply_plan(
         broadcast_weights(model, mesh)
     installed: Installed | None = None
     applied: Applied | None = None
-    before = list(model.parameters())
+    before = remember(model)
     try:
         installed = install(model, plan, mesh, mode, data_parallel, checks=checks)
         applied = Applied(model, plan, mesh, mode, data_parallel, installed, checks)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..collectives.functional import AxisGroup, all_reduce
 from ..collectives.transition import Transition
@@ -83,7 +84,8 @@ class BoundStep:
         if not model.uneven or model.length is None:
             return None
         if in_backward():  # another forward may have set the length since: ask the ranks
-            return int(all_reduce(torch.tensor(x.shape[1], device=x.device), self.group).item())
+            with _disable_current_modes():  # selective checkpointing knows only what the forward ran
+                return int(all_reduce(torch.tensor(x.shape[1], device=x.device), self.group).item())
         if shard_size(model.length, self.group.ranks, self.group.rank)[0] != x.shape[1]:
             raise ApplyError(
                 f"a boundary got {x.shape[1]} tokens on rank {self.group.rank} of {self.group.ranks}, where a sequence of"

@@ -98,7 +98,8 @@ class Root:
             return self._run(module, args, kwargs)
         self.trained += 1
         with self.streams.forward() if self.streams is not None else nullcontext():
-            if self.watched or not self.groups or not watchable(module):
+            self.watched = self.watched or not self.groups or not watchable(module)
+            if self.watched:
                 return self._run(module, args, kwargs)
             with FirstForward(kwargs.get("num_items_in_batch")) as watch:
                 out = self._run(module, args, kwargs)

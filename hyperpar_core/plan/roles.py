@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from .adapters import BASE, adapted, adapter_role
+
 __all__ = ["assign_roles", "is_norm", "names_of_embeddings"]
 
 # Names of projections whose rows (colwise) or columns (rowwise) are heads or intermediate features, as the field uses them.
@@ -51,14 +53,24 @@ def assign_roles(model: nn.Module, family_rules: Mapping[str, str]) -> dict[str,
     Patterns are case-sensitive fnmatch over the parameter's name (`*` crosses dots); the last one that matches wins.
     """
     embed, head = names_of_embeddings(model)
+    wrapped = adapted(model)
     roles = {}
+
+    def role_of(fqn: str, owner_name: str, owner: nn.Module) -> str | None:
+        matching = [role for pattern, role in family_rules.items() if fnmatchcase(fqn, pattern)]
+        return matching[-1] if matching else _generic(owner_name, owner, embed, head)
+
     for owner_name, owner in model.named_modules():
         for name in owner._parameters:
             if owner._parameters[name] is None:
                 continue
             fqn = f"{owner_name}.{name}" if owner_name else name
-            matching = [role for pattern, role in family_rules.items() if fnmatchcase(fqn, pattern)]
-            role = matching[-1] if matching else _generic(owner_name, owner, embed, head)
+            plain, part = wrapped.get(fqn, (fqn, BASE))
+            above = plain.rpartition(".")[0]
+            projection = owner if part == BASE else model.get_submodule(f"{above}.{BASE}")
+            role = role_of(plain, above, projection)
+            if part != BASE:
+                role = adapter_role(role, part, owner._parameters[name].ndim)
             if role is not None:
                 roles[fqn] = role
     return roles

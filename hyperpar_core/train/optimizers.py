@@ -12,10 +12,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ApplyError
 
-__all__ = ["retire"]
+__all__ = ["remember", "retire"]
 
 _retired: Any = WeakIdKeyDictionary()  # {parameter that a model has let go of: the call that replaced it}
 _hooked: list[Any] = []
+
+
+def remember(model: nn.Module) -> Iterable[Tensor]:
+    """The model's parameters as they are now, to be handed to `retire`; it keeps none of them alive."""
+    held: Any = WeakIdKeyDictionary()
+    for parameter in model.parameters():
+        held[parameter] = None
+    return held  # type: ignore[no-any-return]
 
 
 def retire(before: Iterable[Tensor], model: nn.Module, call: str) -> None:

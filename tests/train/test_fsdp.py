@@ -1,0 +1,126 @@
+"""FSDP2's own options on a planned model: mixed precision, resharding, prefetching, float64, and nothing to shard over."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from core_tools import error_of, part, planned, raised, share, small, step, worst
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from hyperpar_core import apply_plan, build_plan, make_mesh, suggest_overrides
+from hyperpar_core.testing import no_float32_casts, pool, replica_differences, tiny_batch
+
+
+def sharded(family, degrees, options, ep=1, prefetch=False):
+    """A step under FSDP with some options: (error against one process, what differs between replicas after AdamW, placements)."""
+    model = small(family, num_hidden_layers=3)
+    single, mesh = copy.deepcopy(model), make_mesh(**degrees)
+    overrides = suggest_overrides(model, mesh, ep_size=ep)
+    applied = apply_plan(model, build_plan(model, mesh, ep_size=ep, overrides=overrides), mesh)
+    applied.fully_shard(**options)
+    layers = list(model.model.layers)
+    if prefetch:
+        for before, after in pairwise(layers):
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
+    batch = tiny_batch(model, batch=2 * degrees.get("dp", 1), seq=16)
+    mine, errors = applied.shard_batch(part(applied, batch)), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        single.zero_grad()
+        step(model, mine)
+        step(single, batch)
+        errors.append(error_of(applied, single))
+        optimizer.step()
+        with torch.no_grad():
+            whole = applied.full_parameters()
+            for name, parameter in single.named_parameters():
+                parameter.copy_(whole[name])
+    return max(errors), replica_differences(model), all(isinstance(p, DTensor) for p in model.parameters())
+
+
+OPTIONS = {
+    "reshard": {"reshard_after_forward": True},
+    "keep": {"reshard_after_forward": False},
+}
+
+
+@pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("family", "degrees", "ep"), [("qwen3", {"dp": 2, "tp": 2}, 1), ("qwen3_moe", {"dp": 4}, 2)], ids=["dense", "experts"]
+)
+def test_resharding_and_prefetching_change_no_gradient(family, degrees, ep, options, prefetch):
+    for (error, name), differing, kinds in pool(4).run(sharded, family, degrees, OPTIONS[options], ep, prefetch):
+        assert error < 1e-5, name
+        assert differing == [] and kinds
+
+
+def mixed(degrees, reduce_dtype):
+    """Gradients under bfloat16 mixed precision, beside a bfloat16 model in one process; the dtypes of parameters and gradients."""
+    model = small("qwen3")
+    single, mesh = copy.deepcopy(model).bfloat16(), make_mesh(**degrees)
+    applied = apply_plan(model, build_plan(model, mesh), mesh)
+    applied.fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype))
+    batch = tiny_batch(model, batch=2 * degrees.get("dp", 1), seq=16)
+    step(model, applied.shard_batch(part(applied, batch)))
+    step(single, batch)
+    ours = applied.full_gradients()
+    dtypes = {str(p.dtype) for p in model.parameters()} | {str(g.dtype) for g in ours.values()}
+    ratios = {n: float((ours[n] * p.grad.float()).sum() / p.grad.float().pow(2).sum()) for n, p in single.named_parameters()}
+    return worst({n: p.grad.float() for n, p in single.named_parameters()}, ours), dtypes, ratios
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("degrees", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_bfloat16_mixed_precision_keeps_float32_parameters_and_gradients_of_the_right_size(degrees, reduce_dtype):
+    ranks = pool(torch.tensor(list(degrees.values())).prod().item())
+    for (error, name), dtypes, ratios in ranks.run(mixed, degrees, reduce_dtype):
+        assert dtypes == {"torch.float32"}
+        assert error < 0.1, name  # bfloat16 has 8 bits; a factor of 2 or 1/2 would be far outside
+        assert all(0.9 < ratio < 1.1 for name, ratio in ratios.items() if "k_proj.bias" not in name), ratios
+
+
+def double(degrees):
+    applied, single, batch = planned("qwen3", dtype=torch.float64, seq=9, **degrees)
+    applied.fully_shard()
+    with no_float32_casts():
+        applied.model(input_ids=part(applied, batch)["input_ids"], use_cache=False).logits.pow(2).sum().backward()
+        single(input_ids=batch["input_ids"], use_cache=False).logits.pow(2).sum().backward()
+    return error_of(applied, single)
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_float64_is_exact(degrees):
+    ranks = pool(torch.tensor(list(degrees.values())).prod().item())
+    for error, name in ranks.run(double, degrees):
+        assert error < 1e-10, name
+
+
+def nothing_to_shard():
+    applied, single, batch = planned("qwen3", tp=2)
+    refused = raised(applied.fully_shard)
+    step(applied.model, share(applied, batch))
+    step(single, batch)
+    return refused, error_of(applied, single)
+
+
+def test_a_mesh_without_dp_has_nothing_to_shard_over_and_goes_on_without():
+    for (kind, text), (error, name) in pool(2).run(nothing_to_shard):
+        assert kind == "ApplyError" and "nothing to shard over" in text
+        assert error < 1e-5, name
+
+
+def owned(option):
+    applied, _, _ = planned("qwen3", dp=2)
+    return raised(lambda: applied.fully_shard(**{option: None})), raised(applied.fully_shard), raised(applied.fully_shard)
+
+
+@pytest.mark.parametrize("option", ["mesh", "shard_placement_fn", "ignored_params"])
+def test_options_that_follow_from_the_plan_are_refused_and_so_is_a_second_call(option):
+    for (kind, text), first, (again, said) in pool(2).run(owned, option):
+        assert kind == "ApplyError" and option in text
+        assert first is None and again == "ApplyError" and "already" in said
