@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import ShardingPlan, apply_plan, build_plan, make_mesh
+from .. import Overrides, ShardingPlan, apply_plan, build_plan, make_mesh, suggest_overrides
 from ..errors import HyperparError
 from ..placement import Layout, format_placement
 from ..plugins import get_registry
@@ -94,12 +94,14 @@ def verify(
     seq: int = 32,
     mode: str = "production",
     timeout: float = 300.0,
+    suggested: bool = False,
     **plan_options: Any,
 ) -> ParityReport:
     """Spawns dp x cp x tp gloo ranks on this machine and compares `model` on them with one process.
 
     model: what `model_from` takes. plan_options: what build_plan takes, such as sequence_parallel=False or
-    overrides=FILE; they travel to the ranks by pickle. Raises the HyperparError that a rank raised, and RankFailure for
+    overrides=FILE; they travel to the ranks by pickle. suggested: plans with what the model's family suggests for cp and ep, and
+    `overrides` after it. Raises the HyperparError that a rank raised, and RankFailure for
     anything else.
     """
     degrees = Degrees(dp, cp, tp, ep, plan_options)
@@ -111,7 +113,7 @@ def verify(
     ranks = pool(degrees.world_size)
     try:
         reports: list[ParityReport] = ranks.run(
-            _verify, model, degrees, dtype, steps, seq, mode, title, timeout=timeout
+            _verify, model, degrees, dtype, steps, seq, mode, title, suggested, timeout=timeout
         )
         return reports[0]
     except RankFailure as failure:
@@ -121,11 +123,18 @@ def verify(
         raise
 
 
-def _verify(spec: str, degrees: Degrees, dtype: str, steps: int, seq: int, mode: str, title: str) -> ParityReport:
+def _verify(
+    spec: str, degrees: Degrees, dtype: str, steps: int, seq: int, mode: str, title: str, suggested: bool
+) -> ParityReport:
     """On every rank: builds the model and a batch, and checks parity."""
     model = model_from(spec, DTYPES[dtype])
     if not hasattr(model, "config"):
         raise HyperparError(f"{spec}: a {type(model).__name__} without a config, whose vocab_size a batch needs.")
+    if suggested:
+        sizes = {"dp": degrees.dp, "cp": degrees.cp, "tp": degrees.tp}
+        entries = suggest_overrides(model, sizes, ep_size=degrees.ep).entries
+        own = Overrides.of(degrees.options.get("overrides")).entries
+        degrees = replace(degrees, options={**degrees.options, "overrides": Overrides(entries + own)})
     batch = tiny_batch(model, batch=2 * degrees.dp, seq=seq)
     return check_parity(model, batch, degrees, steps=steps, mode=mode, title=title)
 

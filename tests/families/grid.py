@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from family_tools import Job, Outcome, ranks_of, run_jobs
-from hyperpar_families import dense, moe
+from hyperpar_families import dense, moe, recurrent
 from hyperpar_families.refused import REFUSED
 
 from hyperpar_core.testing import RankFailure, close_pools, families, pool
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "families.md"
 RESULTS = ROOT / "out" / "families.jsonl"
 MODES = ("tp2", "tp2 SP", "tp4", "float64 SP")
-ADAPTERS = [f for f in (*dense.FAMILIES, *moe.FAMILIES) if f not in REFUSED and f.name in families()]
+ADAPTERS = [f for f in (*dense.FAMILIES, *moe.FAMILIES, *recurrent.FAMILIES) if f not in REFUSED and f.name in families()]
 SECONDS = 120  # for one family in one mode
 
 

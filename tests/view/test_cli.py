@@ -150,6 +150,7 @@ def test_verify_is_0_where_equal_1_where_not_and_3_where_refused(tmp_path):
     different = run("verify", "llama", "--tp", 2, "--no-sp", "--overrides", file)
     assert different.exit_code == DIFFERENT and "model.layers.1.mlp" in different.output
     assert run("verify", "llama", "--cp", 2).exit_code == REFUSED
+    assert run("verify", "llama", "--cp", 2, "--suggested").exit_code == DONE
 
 
 def test_without_the_extras_the_command_line_says_what_to_install(monkeypatch, capsys):
