@@ -22,7 +22,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -92,30 +92,31 @@ def _let_in(plugin: Plugin, entry_point: Any) -> Plugin:
     """Imports one plugin and calls its hooks: loaded with all that it offers, or broken with the reason."""
     start = time.perf_counter()
     offers: dict[type, tuple[Any, ...]] = {}
-    notes: list[str] = []
-    unstated: list[str] = []
     error: BaseException | None = None
-    states_versions = True
+    heard = _Heard()
     try:
-        states_versions = _collect(entry_point.load(), plugin.provider.plugin, offers, notes, unstated)
+        heard = _collect(entry_point.load(), plugin.provider.plugin, offers)
         reason = ""
     except PluginError as refused:
         error, reason = refused, str(refused)
     except (Exception, SystemExit) as raised:  # whatever the plugin does, the others load
         error, reason = raised, describe_error(raised)
     seconds = time.perf_counter() - start
-    plugin = replace(
-        plugin, seconds=seconds, offers=offers, states_versions=states_versions, deprecations=tuple(notes),
-        unstated=tuple(unstated),
-    )  # fmt: skip
+    plugin = replace(plugin, seconds=seconds, offers=offers, **vars(heard))
     return plugin if error is None else replace(plugin, status="broken", reason=reason, error=error)
 
 
-def _collect(
-    plugin: Any, name: str, offers: dict[type, tuple[Any, ...]], notes: list[str], unstated: list[str]
-) -> bool:
-    """Fills `offers` with the checked descriptors of one plugin, brought up to this core's API, `notes` with what is deprecated in them,
-    and `unstated` with what is newer than the API that it states; says whether it states versions.
+@dataclass(frozen=True)
+class _Heard:
+    """What a plugin says beside its descriptors: the fields of the same names in its record."""
+
+    states_versions: bool = True
+    deprecations: tuple[str, ...] = ()
+    unstated: tuple[str, ...] = ()
+
+
+def _collect(plugin: Any, name: str, offers: dict[type, tuple[Any, ...]]) -> _Heard:
+    """Fills `offers` with the checked descriptors of one plugin, brought up to this core's API.
 
     Each plugin has a pluggy manager of its own: its hooks can neither see nor change another plugin's.
     """
@@ -146,19 +147,19 @@ def _collect(
                 raise PluginError(f"{KINDS[kind].hook} returned {_short(answer)}, expected a list of {kind.__name__}")
             descriptors += answer
         offers[kind] = tuple(sorted(descriptors, key=lambda one: str(one.name)))
+    deprecations: list[str] = []
     for kind, offered in offers.items():  # last: what is left out for a malformed descriptor is known by its names
         brought = [to_current(descriptor, api) for descriptor in offered]
         offered = tuple(descriptor for descriptor, _ in brought)
         offers[kind] = offered
-        notes += [note for _, said in brought for note in said]
-        claim = understated(offered, api)
-        unstated += [claim] if claim else []
+        deprecations += [note for _, said in brought for note in said]
         for descriptor in offered:
             check_descriptor(descriptor)
         for one, after in pairwise(offered):
             if one.name == after.name:
                 raise PluginError(f"it offers two {KINDS[kind].noun} descriptors named {one.name!r}")
-    return _INFO in implemented
+    claim = understated((one for some in offers.values() for one in some), api)
+    return _Heard(_INFO in implemented, tuple(deprecations), (claim,) if claim else ())
 
 
 def _implemented(manager: pluggy.PluginManager, plugin: Any) -> dict[str, list[Any]]:

@@ -7,7 +7,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["FIRST", "changes", "model_state", "patches", "process_state", "sources"]
+__all__ = ["changes", "model_state", "patches", "process_state", "reset_settings", "sources"]
 
 PATCHABLE = ("torch", "transformers")  # whose modules and classes no plugin may touch
-_NEVER = (str, int, float, bool, type(None), dict, list, tuple, set, frozenset, types.ModuleType, types.BuiltinFunctionType)
+_WRAPPERS: dict[type, str] = {
+    functools.partial: "func", types.MethodType: "__func__", staticmethod: "__func__", classmethod: "__func__", property: "fget",
+}  # fmt: skip
+_NEVER = frozenset(
+    {str, int, float, bool, type(None), dict, list, tuple, set, frozenset, types.ModuleType, types.BuiltinFunctionType}
+)
 
 
 # ---- code
@@ -38,13 +43,18 @@ def patches(source: Path) -> list[str]:
         for name, module in list(sys.modules.items()):
             if name.split(".")[0] not in PATCHABLE or not isinstance(module, types.ModuleType):
                 continue
-            for attribute, value in list(vars(module).items()):
+            for attribute, value in _code(vars(module)):
                 if _comes_from(value, source):
                     found.add(f"{name}.{attribute}")
                 elif isinstance(value, type) and value.__module__ == name:
-                    members = list(vars(value).items())
-                    found |= {f"{name}.{value.__qualname__}.{m}" for m, inner in members if _comes_from(inner, source)}
+                    members = [member for member, inner in _code(vars(value)) if _comes_from(inner, source)]
+                    found |= {f"{name}.{value.__qualname__}.{member}" for member in members}
     return sorted(found)
+
+
+def _code(namespace: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The entries that may be code."""
+    return [(name, value) for name, value in list(namespace.items()) if type(value) not in _NEVER]
 
 
 def _comes_from(value: object, source: Path) -> bool:
@@ -52,51 +62,53 @@ def _comes_from(value: object, source: Path) -> bool:
     for _ in range(8):  # wrappers around wrappers
         kind = type(value)
         if kind is types.FunctionType:
-            return _is_in(value.__code__.co_filename, source)  # type: ignore[attr-defined]
-        if kind in _NEVER:
-            return False
-        if isinstance(value, functools.partial):
-            value = value.func
-        elif isinstance(value, types.MethodType | staticmethod | classmethod):
-            value = value.__func__
-        elif isinstance(value, property):
-            value = value.fget
-        else:
+            return _is_in(value.__code__.co_filename, str(source))  # type: ignore[attr-defined]
+        if kind not in _WRAPPERS:
             break
+        value = getattr(value, _WRAPPERS[kind])
     # a class, or an object of one, defined by the plugin
     owner = value.__module__ if isinstance(value, type) else kind.__module__
-    return _is_in(getattr(sys.modules.get(owner), "__file__", None), source) and callable(value)
+    return _is_in(getattr(sys.modules.get(owner), "__file__", None), str(source)) and callable(value)
 
 
 @functools.cache
-def _is_in(file: str | None, source: Path) -> bool:
+def _is_in(file: str | None, source: str) -> bool:
     if file is None:
         return False
     path = Path(file).resolve()
-    return path == source or source in path.parents
+    return path == Path(source) or Path(source) in path.parents
 
 
 # ---- settings of the process
 
 
+# {setting: (how it is read, how it is set; None: it can't be)}
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
+    "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch.is_grad_enabled()": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch.get_float32_matmul_precision()": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "torch.are_deterministic_algorithms_enabled()": (
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms,
+    ),
+    "the number of torch function modes": (torch._C._len_torch_function_stack, None),
+    "the number of torch dispatch modes": (torch._C._len_torch_dispatch_stack, None),
+}  # fmt: skip
+
+
 def process_state() -> dict[str, Any]:
     """Settings that every model of the process shares."""
-    return {**torch_settings(), **{f"os.environ[{name!r}]": value for name, value in os.environ.items()}}
+    settings = {name: read() for name, (read, _) in _SETTINGS.items()}
+    return {**settings, **{f"os.environ[{name!r}]": value for name, value in os.environ.items()}}
 
 
-def torch_settings() -> dict[str, Any]:
-    return {
-        "torch.get_default_dtype()": torch.get_default_dtype(),
-        "torch.is_grad_enabled()": torch.is_grad_enabled(),
-        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
-        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
-        "torch.backends.cuda.matmul.allow_tf32": torch.backends.cuda.matmul.allow_tf32,
-        "the number of torch function modes": torch._C._len_torch_function_stack(),
-        "the number of torch dispatch modes": torch._C._len_torch_dispatch_stack(),
-    }
+FIRST = process_state()  # before a plugin of this process has run anything
 
 
-FIRST = torch_settings()  # before a plugin of this process has run anything: what it changes once, it changes for good
+def reset_settings() -> None:
+    """The settings as they were first: what an earlier run changed is neither this plugin's merit nor its fault."""
+    for name, (_, write) in _SETTINGS.items():
+        if write is not None:
+            write(FIRST[name])
 
 
 # ---- a model

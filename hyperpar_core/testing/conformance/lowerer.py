@@ -61,7 +61,7 @@ class LowererConformance(Conformance):
         return [{"match": "*", "lowerer": self.name}]
 
     def default_degrees(self) -> Sequence[Degrees]:
-        return Degrees(tp=2), Degrees(tp=2, options={"sequence_parallel": False}), Degrees(tp=4), Degrees(dp=2, tp=2)
+        return Degrees(tp=2), Degrees(tp=2, options={"sequence_parallel": False}), Degrees(tp=4)
 
     def _axes(self) -> Sequence[str]:
         return self.descriptor().axes or PLAN_AXES

@@ -23,7 +23,7 @@ from ...errors import HyperparError
 from ..ranks import locate
 from ..report import ParityReport
 from ..verify import Degrees, check_parity
-from .leftovers import FIRST, changes, model_state, patches, process_state, sources
+from .leftovers import changes, model_state, patches, process_state, reset_settings, sources
 
 __all__ = ["Address", "copied", "effects", "parity", "refusal", "undone", "whole_parameters"]
 
@@ -89,18 +89,21 @@ def undone(address: Address, degrees: Degrees, module: str) -> dict[str, list[st
     model = suite.model()
     whole = _batch(suite, model, degrees)
     expected = model(**whole).logits.detach()  # before the state is looked at: a model may keep tables of its own
-    process, state = {**process_state(), **FIRST}, model_state(model)
+    reset_settings()
+    process, state = process_state(), model_state(model)
     applied = _applied(suite, model, degrees)
     found = {"planning": _planning(suite, degrees)}
     share = applied.data_parallel_rank, applied.data_parallel_size
     part = applied.shard_batch({name: value.chunk(share[1])[share[0]] for name, value in whole.items()})
     _run(model, part)
-    found["patches"] = patches(source)
+    first = dist.get_rank() == 0  # every rank runs the same code, and looking at all of torch takes a while
+    found["patches"] = patches(source) if first else []
     applied.undo()
     model.zero_grad()
     found["model"] = changes(state, model_state(model))
     found["process"] = changes(process, process_state())
-    found["patches"] += [where for where in patches(source) if where not in found["patches"]]
+    if first:
+        found["patches"] += [where for where in patches(source) if where not in found["patches"]]
     equal = torch.equal(model(**whole).logits.detach(), expected)
     found["numbers"] = [] if equal else ["the model computes something else than before"]
     return found
