@@ -4,8 +4,10 @@
 #   make demo-load  reads a pretrained model onto three ranks, trains, checkpoints and saves it, beside plain transformers
 #   make demo-cp  the same on packed documents, with the sequence cut over two ranks
 #   make verify   compares one model on ranks with one process: MODEL=qwen3 DEGREES="--dp 2 --tp 2"
-#   make parity   every family in four modes, and the table in docs/families.md; goes on where it stopped
+#   make parity   every family in four modes, every product of degrees; the tables in docs/; goes on where it stopped
+#   make conformance   the suites for authors of plugins, on plugins of this repository
 #   make bench    one training step, side by side with hand-written and transformers' tensor parallelism
+#   make bench-cp   what each form of context parallel sends, holds and takes
 #   make docs     every page as HTML, in $(OUT)/docs; fails on a link that leads nowhere
 #   make wheels   one wheel per distribution, in dist/           make clean  removes what the others made, but $(VENV)
 
@@ -28,7 +30,7 @@ empty    :=
 space    := $(empty) $(empty)
 MYPYPATH := $(subst $(space),:,$(strip $(PLUGINS)))
 
-.PHONY: test lint demo demo-load demo-cp verify parity bench docs wheels clean
+.PHONY: test lint demo demo-load demo-cp verify parity conformance bench bench-cp docs wheels clean
 .DELETE_ON_ERROR:
 
 # torch comes first and alone, so that a CPU build that is at hand is taken.
@@ -69,9 +71,17 @@ verify: $(VENV)/.core
 
 parity: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(PY) tests/families/grid.py
+	OMP_NUM_THREADS=1 $(PY) plugins/hyperpar-cp-sdpa/tests/cp_grid.py
+	OMP_NUM_THREADS=1 $(PY) tests/train/products.py
+
+conformance: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/kit/own_suites.py
 
 bench: $(VENV)/.bench
 	$(TORCHRUN) --nproc-per-node $(RANKS) docs/benchmarks/bench.py $(BENCH)
+
+bench-cp: $(VENV)/.bench
+	OMP_NUM_THREADS=1 $(PY) docs/benchmarks/context.py $(BENCH)
 
 docs: $(VENV)/.test
 	$(PY) docs/build.py $(OUT)/docs
