@@ -88,7 +88,7 @@ class Root:
         device = next(module.parameters()).device
         if "tp" in self.groups and due(self.checks.inputs, self.forwards, device.type == "cuda"):
             compare_inputs(args, kwargs, self.groups["tp"], device)
-        if module.training and due(self.checks.replicas, self.trained, False):
+        if module.training and self.trained and due(self.checks.replicas, self.trained, False):
             compare_replicas(module, self.groups)
         self.forwards += 1
 
