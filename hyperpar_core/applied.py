@@ -30,6 +30,8 @@ from .train.clip import clip_grad_norm
 from .train.finite import refuse_nonfinite
 from .train.materialise import materialise
 from .train.optimizers import remember, retire
+from .view.trace import Trace
+from .view.trace import trace as record_steps
 
 __all__ = ["Applied", "apply_plan"]
 
@@ -196,6 +198,10 @@ class Applied:
             yield
         finally:
             state.observer = None
+
+    def trace(self, *, statistics: bool = False, show: bool = True) -> AbstractContextManager[Trace]:
+        """Records each boundary's collectives, bytes and time of what runs inside: see view.trace. Every rank enters it."""
+        return record_steps(self.model, self.plan, self.mesh, self.expert_mesh, statistics=statistics, show=show)
 
     def undo(self) -> nn.Module:
         """Takes the plan off: the model with whole parameters, as trained so far. Every rank calls it."""

@@ -36,46 +36,81 @@ Model = Annotated[
     str,
     typer.Argument(
         help="a transformers family, a config file or folder, a checkpoint folder, or module:function",
+        metavar="MODEL",
         show_default=False,
     ),
 ]
-Degree = Annotated[int, typer.Option(min=1)]
+Replicas = Annotated[int, typer.Option("--dp", min=1, metavar="N", help="replicas of the model")]
+Context = Annotated[int, typer.Option("--cp", min=1, metavar="N", help="ranks that share a sequence")]
+Tensor = Annotated[int, typer.Option("--tp", min=1, metavar="N", help="ranks that share each layer's matrices")]
+Expert = Annotated[int, typer.Option("--ep", min=1, metavar="N", help="ranks that share a layer's experts, of those in the mesh")]
 Sequence = Annotated[bool, typer.Option("--sp/--no-sp", help="cut the sequence between regions where tp is active")]
 LossParallel = Annotated[bool, typer.Option("--loss-parallel", help="keep logits sharded on the vocab in the loss")]
 OverrideFile = Annotated[Path | None, typer.Option("--overrides", exists=True, dir_okay=False, help="an override file")]
-Json = Annotated[bool, typer.Option("--json", help="data instead of text")]
+Suggested = Annotated[
+    bool, typer.Option("--suggested", help="declare what the model's family suggests for cp and ep, before --overrides")
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of text")]
 
 
 @app.command()
 def plan(
     model: Model,
     dp: Annotated[
-        int | None, typer.Option(min=1, help="default: what --world leaves, or 1", show_default=False)
+        int | None,
+        typer.Option(min=1, metavar="N", help="replicas of the model (default: what --world leaves, or 1)", show_default=False),
     ] = None,
-    cp: Degree = 1,
-    tp: Degree = 1,
-    ep: Degree = 1,
+    cp: Context = 1,
+    tp: Tensor = 1,
+    ep: Expert = 1,
     sp: Sequence = True,
     loss_parallel: LossParallel = False,
     overrides: OverrideFile = None,
-    world: Annotated[int | None, typer.Option(min=1, help="ranks in all", show_default=False)] = None,
+    world: Annotated[int | None, typer.Option(min=1, metavar="N", help="ranks in all", show_default=False)] = None,
+    seq: Annotated[int, typer.Option(min=1, metavar="N", help="tokens of a sequence, for bytes and memory")] = 8192,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="sequences per dp rank, for bytes and memory")] = 1,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="rank every tp x cp x ep x dp of --world by what it sends and holds")
+    ] = False,
+    memory: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="GIB", help="with --what-if: products that need more come last", show_default=False),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(dir_okay=False, metavar="FILE", help="write the plan as one page to look at", show_default=False)
+    ] = None,
     as_json: Json = False,
     check: Annotated[
         bool, typer.Option("--check", help="prove every placement over fake ranks; exit code 1 if one is wrong")
     ] = False,
     write_overrides: Annotated[
-        Path | None, typer.Option(help="write what the model's family suggests for cp and ep, and plan with it")
+        Path | None,
+        typer.Option(metavar="FILE", help="write what the model's family suggests for cp and ep, and plan with it", show_default=False),
     ] = None,
 ) -> None:
-    """What a plan does with MODEL, at its full size, without ranks or weights. --json prints what `diff` and `from_yaml` read."""
+    """What a plan does with MODEL, at its full size, without ranks or weights.
+
+    --json prints what `diff` and `from_yaml` read; with --what-if, the products.
+    """
+    if what_if:
+        given = [dp is not None, (cp, tp, ep) != (1, 1, 1), check, html is not None, write_overrides is not None]
+        if world is None or any(given):
+            _usage("--what-if tries every product: give it --world, and no degrees, --check, --html or --write-overrides")
+        assert world is not None
+        _what_if(model, world, batch, seq, memory, overrides, sp, loss_parallel, as_json)
+        return
+    if memory is not None:
+        _usage("--memory is for --what-if")
     if world is not None and (world % (cp * tp) or (dp is not None and dp * cp * tp != world)):
         _usage(f"--world {world} isn't dp {'?' if dp is None else dp} x cp {cp} x tp {tp}")
     dp = dp or (world or cp * tp) // (cp * tp)
     if write_overrides is not None and write_overrides.exists():
         _usage(f"{write_overrides} exists already")
     with _reported():
-        from . import Overrides, build_plan, check_plan, explain, suggest_overrides
+        from . import Overrides, build_plan, check_plan, suggest_overrides
         from .testing.models import meta_model
+        from .view.html import html_page
+        from .view.terminal import print_plan
 
         sizes = {"dp": dp, "cp": cp, "tp": tp}
         built = meta_model(model)
@@ -89,7 +124,14 @@ def plan(
         made = build_plan(
             built, sizes, overrides=Overrides(entries), ep_size=ep, sequence_parallel=sp, loss_parallel=loss_parallel
         )
-        typer.echo(json.dumps(made.to_data(), indent=1) if as_json else explain(made, dp=dp))
+        if html is not None:
+            html.write_text(html_page(made, batch=batch, sequence=seq, dp=dp), encoding="utf-8")
+        if as_json:
+            typer.echo(json.dumps(made.to_data(), indent=1))
+        else:
+            print_plan(made, batch=batch, sequence=seq, dp=dp)
+        if html is not None:
+            typer.echo(f"wrote {html}", err=as_json)
         if not check:
             return
         report = check_plan(made, built, world_size=dp * cp * tp)
@@ -97,10 +139,30 @@ def plan(
     raise typer.Exit(0 if report.ok else DIFFERENT)
 
 
+def _what_if(
+    model: str, world: int, batch: int, sequence: int, limit: float | None, overrides: Path | None, sp: bool, loss_parallel: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    with _reported():
+        from .testing.models import meta_model
+        from .view.terminal import print_what_if
+        from .view.what_if import what_if
+
+        report = what_if(
+            meta_model(model), world, batch=batch, sequence=sequence, limit=None if limit is None else round(limit * 2**30),
+            overrides=overrides, sequence_parallel=sp, loss_parallel=loss_parallel,
+        )  # fmt: skip
+        if as_json:
+            typer.echo(json.dumps(report.to_data(), indent=1))
+        else:
+            print_what_if(report)
+    raise typer.Exit(0 if report.choices else REFUSED)
+
+
 @app.command()
 def diff(
-    plan_a: Annotated[Path, typer.Argument(exists=True, dir_okay=False)],
-    plan_b: Annotated[Path, typer.Argument(exists=True, dir_okay=False)],
+    plan_a: Annotated[Path, typer.Argument(exists=True, dir_okay=False, metavar="PLAN_A", help="from plan --json or to_yaml")],
+    plan_b: Annotated[Path, typer.Argument(exists=True, dir_okay=False, metavar="PLAN_B", help="another")],
 ) -> None:
     """What differs between two plan files; exit code 1 if anything does."""
     with _reported():
@@ -115,13 +177,14 @@ def diff(
 @app.command()
 def verify(
     model: Model,
-    dp: Degree = 1,
-    cp: Degree = 1,
-    tp: Degree = 1,
-    ep: Degree = 1,
+    dp: Replicas = 1,
+    cp: Context = 1,
+    tp: Tensor = 1,
+    ep: Expert = 1,
     sp: Sequence = True,
     loss_parallel: LossParallel = False,
     overrides: OverrideFile = None,
+    suggested: Suggested = False,
     dtype: Literal["float32", "float64"] = "float32",
     as_json: Json = False,
 ) -> None:
@@ -131,7 +194,7 @@ def verify(
 
         report = run(
             model, dp=dp, cp=cp, tp=tp, ep=ep, dtype=dtype, sequence_parallel=sp, loss_parallel=loss_parallel,
-            overrides=overrides,
+            overrides=overrides, suggested=suggested,
         )  # fmt: skip
         typer.echo(report.to_json() if as_json else report.text())
     raise typer.Exit(0 if report.ok else DIFFERENT)

@@ -7,32 +7,32 @@ Uneven shards are counted as long as the longest, which is how they travel. A ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from torch.distributed.tensor import Partial, Shard
 
 from ..apply.gradient_sums import BUCKET_BYTES
 from ..collectives.transition import Transition, transitions
-from ..descriptors import LocalComputeFactory
-from ..placement import Layout, Placement, shard_size
+from ..descriptors import InnerWrapper, LocalComputeFactory, LossFactory
+from ..placement import Layout, Placement, SharedShard, shard_size
 from ..plan.contract import Contract
 from ..plan.gradients import section_contract
 from ..plan.sharding_plan import ShardingPlan
 from ..plan.stacks import as_held, member
 from ..plugins import get_registry
 
-__all__ = ["GradientSum", "Movement", "gradient_sums", "held_parts", "local_shape", "movements", "predict", "tells_traffic"]
-
-Traffic = Callable[..., Sequence[tuple[str, str, int]]]
+__all__ = ["GradientSum", "Movement", "fully_sharded_elements", "gradient_sums", "held_parts", "local_shape", "movements", "predict",
+           "seen_shapes", "sent_by_itself", "summed"]  # fmt: skip
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 @dataclass(frozen=True)
 class Movement:
-    """One collective of one step: `tensor` is an input or output of a boundary, or "inside"; `direction` is forward or backward."""
+    """One collective of one step: `tensor` is an input or output of a boundary, "inside" or "loss"; `direction` forward or backward."""
 
     tensor: str
     direction: str
@@ -91,7 +91,7 @@ def movements(
     `batch` x `sequence`: a dp rank's tokens. A tensor whose width the plan doesn't know isn't counted. What an injection sends by
     itself is where its descriptor says how much.
     """
-    found = _inside(plan, contract, batch, sequence, bytes_per_element)
+    found = sent_by_itself(plan, contract, batch, sequence, bytes_per_element)[0]
     sides: tuple[tuple[str, Mapping[str, Layout], Mapping[str, Layout], Mapping[str, Layout]], ...] = (
         ("in", contract.in_src, contract.in_dst, contract.in_grad),
         ("out", contract.out_src, contract.out_dst, {}),
@@ -119,22 +119,73 @@ def movements(
     return found
 
 
-def tells_traffic(contract: Contract) -> Traffic | None:
-    """How the descriptor of a boundary's local compute counts what it sends; None where it doesn't."""
-    name = contract.local_compute_fn
-    found = get_registry().find(LocalComputeFactory, name) if isinstance(name, str) else None
-    return found[0].traffic if found else None
+Injection = InnerWrapper | LocalComputeFactory | LossFactory
 
 
-def _inside(plan: ShardingPlan, contract: Contract, batch: int, sequence: int, width: int) -> list[Movement]:
-    """What the local compute itself sends over ep."""
-    traffic = tells_traffic(contract)
-    if traffic is None or plan.ep_size == 1 or not contract.in_dst:
-        return []
-    cut = local_shape((batch, sequence, 1), next(iter(contract.in_dst.values())), plan.sizes)
-    shapes = {name: plan.parameters[f"{contract.fqn}.{name}" if contract.fqn else name] for name in contract.params}
-    sent = traffic(contract=contract, shapes=shapes, tokens=prod(cut), ranks=plan.ep_size, width=width)
-    return [Movement("inside", direction, "ep", collective, bytes_) for direction, collective, bytes_ in sent]
+def injections(plan: ShardingPlan, contract: Contract) -> list[tuple[str, Any]]:
+    """("inside" or "loss", what is named there) of a boundary: its wrapper or local compute, and the loss at the output head."""
+    named = contract.inner_wrapper if contract.inner_wrapper is not None else contract.local_compute_fn
+    found = [("inside", named)] if named is not None else []
+    return [*found, *([("loss", plan.loss.name)] if plan.loss is not None and contract.template == "lm_head" else [])]
+
+
+def sent_by_itself(
+    plan: ShardingPlan, contract: Contract, batch: int, sequence: int, width: int
+) -> tuple[list[Movement], list[Any]]:
+    """(what the injections of a boundary send by themselves, those of which that isn't known)."""
+    moved: list[Movement] = []
+    unknown: list[Any] = []
+    for tensor, named in injections(plan, contract):
+        descriptor = _descriptor(tensor, contract, named)
+        axis = descriptor.needs_axis if descriptor is not None else None
+        ranks = {**plan.sizes, "ep": plan.ep_size}.get(axis or "", 1)
+        sent: Any = None
+        if descriptor is not None and descriptor.traffic is not None and contract.in_dst:
+            layout = next(iter(contract.in_dst.values()))
+            options = plan.loss.options if tensor == "loss" and plan.loss is not None else contract.options
+            sent = descriptor.traffic(
+                contract=replace(contract, options=options), shapes=seen_shapes(plan, contract), ranks=ranks, width=width,
+                tokens=prod(local_shape((batch, sequence, 1), layout, plan.sizes)),
+            )  # fmt: skip
+        if sent is None:
+            unknown.append(named)
+        elif axis is not None and ranks > 1:
+            moved += [Movement(tensor, direction, axis, collective, bytes_) for direction, collective, bytes_ in sent]
+    return moved, unknown
+
+
+def _descriptor(tensor: str, contract: Contract, named: Any) -> Injection | None:
+    """The descriptor of an injection; None for a callable, and for a plugin that isn't there."""
+    wraps = contract.inner_wrapper is not None
+    kind: type[Any] = LossFactory if tensor == "loss" else InnerWrapper if wraps else LocalComputeFactory
+    found = get_registry().find(kind, named) if isinstance(named, str) else None
+    return found[0] if found else None
+
+
+def seen_shapes(plan: ShardingPlan, contract: Contract) -> dict[str, tuple[int, ...]]:
+    """{parameter: its shape as the region of the first tp rank sees it}, and {parameter.section: ...} of packed ones."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, held in contract.params.items():
+        whole = plan.parameters[f"{contract.fqn}.{name}" if contract.fqn else name]
+        shapes[name] = _seen(whole, {**held, **contract.param_use.get(name, {})}, plan.sizes)
+        for section in contract.sections.get(name, ()):
+            dim = section.dim % len(whole)
+            part = _seen((*whole[:dim], section.size, *whole[dim + 1 :]), {"tp": section.placement}, plan.sizes)
+            shapes[f"{name}.{section.name}"] = part
+        if name in contract.sections:
+            dim = contract.sections[name][0].dim % len(whole)
+            rows = sum(shapes[f"{name}.{section.name}"][dim] for section in contract.sections[name])
+            shapes[name] = (*whole[:dim], rows, *whole[dim + 1 :])
+    return shapes
+
+
+def _seen(shape: tuple[int, ...], layout: Layout, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    tp = layout.get("tp")
+    if isinstance(tp, SharedShard):  # a run of ranks uses the same slice
+        local = list(shape)
+        local[tp.dim] = local[tp.dim] * tp.copies // sizes["tp"]
+        return tuple(local)
+    return tuple(local_shape(shape, {"tp": tp} if tp is not None else {}, sizes))
 
 
 def _others(layout: Layout, steps: tuple[Transition, ...]) -> dict[str, Placement]:
@@ -158,25 +209,46 @@ def _handed(
 def gradient_sums(plan: ShardingPlan, bytes_per_element: int, dp: int = 1) -> list[GradientSum]:
     """The all-reduces at the end of a backward in which every parameter gets a gradient; over dp too where the core sums there,
     and over edp for experts."""
-    later = {name for group in plan.tied for name in group[1:]}
-    experts = dp * prod(plan.sizes.values()) > plan.ep_size > 1
-    axes = (*(("dp",) if dp > 1 else ()), *plan.sizes, *(("edp",) if experts else ()))
-    members: dict[str, list[tuple[str, int]]] = {axis: [] for axis in axes}
+    members: dict[str, list[tuple[str, int]]] = {axis: [] for axis in ("dp", *plan.sizes, "edp")}
     for contract in plan.boundaries:
-        for name in contract.params:
-            fqn = f"{contract.fqn}.{name}" if contract.fqn else name
-            if fqn in later:
-                continue
-            for elements, grad in held_parts(plan, contract, name):
-                for axis, of_axis in members.items():
-                    of_data = axis == ("edp" if "ep" in contract.params[name] else "dp")
-                    if of_data or isinstance(grad.get(axis), Partial):
-                        of_axis.append((fqn, elements))
+        for axis, parameter, elements in summed(plan, contract, dp):
+            members[axis].append((parameter, elements))
     return [
         GradientSum(axis, tuple(dict.fromkeys(n for n, _ in bucket)), sum(e + 1 for _, e in bucket) * bytes_per_element)
         for axis, of_axis in members.items()
         for bucket in _buckets(of_axis, bytes_per_element)
     ]
+
+
+def summed(plan: ShardingPlan, contract: Contract, dp: int) -> Iterator[tuple[str, str, int]]:
+    """(axis, parameter, the first rank's elements) of every gradient, or section of one, that the core sums over an axis."""
+    later = {name for group in plan.tied for name in group[1:]}
+    experts = dp * prod(plan.sizes.values()) > plan.ep_size > 1
+    axes = (*(("dp",) if dp > 1 else ()), *plan.sizes, *(("edp",) if experts else ()))
+    for name in contract.params:
+        fqn = f"{contract.fqn}.{name}" if contract.fqn else name
+        for elements, grad in held_parts(plan, contract, name) if fqn not in later else ():
+            for axis in axes:
+                of_data = axis == ("edp" if "ep" in contract.params[name] else "dp")
+                if of_data or isinstance(grad.get(axis), Partial):
+                    yield axis, fqn, elements
+
+
+def fully_sharded_elements(plan: ShardingPlan, contract: Contract, dp: int) -> int:
+    """What a rank hands to FSDP's collectives for a boundary in a step: gathers in forward and backward, a scatter of gradients.
+
+    Over dp x cp, experts over the other ranks of the expert mesh. Layers are resharded after the forward.
+    """
+    later = {name for group in plan.tied for name in group[1:]}
+    ranks, experts = dp * plan.sizes.get("cp", 1), max(dp * prod(plan.sizes.values()) // plan.ep_size, 1)
+    handed = 0
+    for name in contract.params:
+        if (f"{contract.fqn}.{name}" if contract.fqn else name) in later:
+            continue
+        elements = sum(count for count, _ in held_parts(plan, contract, name))
+        n = experts if "ep" in contract.params[name] else ranks
+        handed += 2 * -(-elements // n) + elements if n > 1 else 0
+    return handed
 
 
 def _buckets(members: list[tuple[str, int]], bytes_per_element: int) -> Iterator[list[tuple[str, int]]]:
@@ -198,8 +270,8 @@ def predict(
     """{collective: (count, bytes)} of one training step on one rank: every boundary forward and backward, and the gradient sums.
 
     `batch` x `sequence`: the whole sequences of one dp rank. Tokens to experts: as if every expert were as likely as any other.
-    Not in it: what wrappers and losses send by themselves, local computes whose descriptors don't say how much, and what activation
-    checkpointing computes again.
+    Not in it: what an injection sends by itself where its descriptor doesn't say how much, and what activation checkpointing computes
+    again.
     """
     plan = as_held(plan)
     total: dict[str, tuple[int, int]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 
@@ -54,6 +55,41 @@ def test_world_fills_dp(config):
     for wrong in (("--tp", 2, "--world", 7), ("--tp", 2, "--dp", 2, "--world", 8)):
         result = run("plan", config, *wrong)
         assert result.exit_code == USAGE and "--world" in result.output
+
+
+def test_plan_says_what_a_rank_holds_for_the_tokens_given(config):
+    few, many = (run("plan", config, "--tp", 2, "--seq", seq, "--batch", 2).output for seq in (64, 128))
+    assert "memory per rank: " in few and "with checkpointed layers" in few and "a step of 128 tokens" in few
+    assert few != many and "a step of 256 tokens" in many
+
+
+def test_html_is_written_beside_what_is_printed(config, tmp_path):
+    result = run("plan", config, "--tp", 2, "--html", tmp_path / "plan.html")
+    assert result.exit_code == DONE and f"wrote {tmp_path / 'plan.html'}" in " ".join(result.output.split("\n"))
+    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+
+
+def test_what_if_ranks_the_products_of_a_world_and_refuses_what_it_would_ignore(config):
+    result = run("plan", config, "--world", 8, "--what-if", "--seq", 64)
+    assert result.exit_code == DONE and result.output.startswith("llama on 8 ranks: ") and "refused" in result.output
+    data = json.loads(run("plan", config, "--world", 8, "--what-if", "--json").output)
+    assert data["world"] == 8 and data["choices"] and data["refused"]
+    for extra in (("--tp", 2), ("--check",), ("--html", "x.html"), ("--dp", 2)):
+        assert run("plan", config, "--world", 8, "--what-if", *extra).exit_code == USAGE
+    assert run("plan", config, "--what-if").exit_code == USAGE
+    assert run("plan", config, "--memory", 80).exit_code == USAGE
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_on_a_terminal_tables_fit_its_width(config, monkeypatch, width):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for options in (("--tp", 2, "--dp", 2), ("--world", 8, "--what-if")):
+        output = run("plan", config, *options).output
+        assert "\x1b[" in output
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
+        assert max(map(len, plain.splitlines())) <= width and "llama" in plain
 
 
 def test_json_is_the_plan_and_diff_reads_it(config, tmp_path):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 from hyperpar_core import hookimpl
 from hyperpar_core.descriptors import InnerWrapper, PluginInfo
+
+from .traffic import sent
 
 __all__ = ["hyperpar_inner_wrappers", "hyperpar_plugin_info"]
 
@@ -60,7 +63,7 @@ def _check(form: str, style: str) -> Callable[..., None]:
 
 @hookimpl
 def hyperpar_plugin_info() -> PluginInfo:
-    return PluginInfo(api="1.0", requires=("torch>=2.13,<2.14", "transformers>=5.24,<5.25"))
+    return PluginInfo(api="1.1", requires=("torch>=2.13,<2.14", "transformers>=5.24,<5.25"))
 
 
 @hookimpl
@@ -74,6 +77,7 @@ def hyperpar_inner_wrappers() -> list[InnerWrapper]:
             region_dispatch=False,
             summary=summary,
             check=_check(form, style),
+            traffic=partial(sent, form),
         )
         for style in _STYLES
         for form, summary in _FORMS.items()

@@ -21,7 +21,7 @@ def test_the_plugin_implements_known_hooks_only_and_offers_the_embedding_and_the
         "tp",
     )
     assert (loss.name, loss.needs_axis) == ("vocab_parallel_cross_entropy", "tp")
-    assert manager.hook.hyperpar_plugin_info()[0].api == "1.0"
+    assert manager.hook.hyperpar_plugin_info()[0].api == "1.1"
 
 
 def test_factories_ask_for_context_by_name_and_the_loss_has_one_option():
