@@ -72,6 +72,7 @@ verify: $(VENV)/.core
 parity: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(PY) tests/families/grid.py
 	OMP_NUM_THREADS=1 $(PY) plugins/hyperpar-cp-sdpa/tests/cp_grid.py
+	OMP_NUM_THREADS=1 $(PY) plugins/hyperpar-moe-ep/tests/ep_grid.py
 	OMP_NUM_THREADS=1 $(PY) tests/train/products.py
 
 conformance: $(VENV)/.test

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyperpar_core import original_forward
-from hyperpar_core.collectives.functional import axis_group
+from hyperpar_core.collectives.functional import AxisGroup, axis_group
 from hyperpar_core.errors import ApplyError, OverrideError, Refused
 
 from .dispatch import DISPATCHERS, Build, Dispatcher, nothing
@@ -78,11 +78,13 @@ class DispatchedExperts:
         indices: Tensor
         weights: Tensor
         hidden, indices, weights = (given[name] for name in self.names)
-        if indices.ndim != 2 or indices.shape != weights.shape:
-            raise ApplyError(
-                f"{self.fqn}: the experts get indices {list(indices.shape)} and weights {list(weights.shape)}; needed: [tokens, k] both."
-            )
         x = hidden.reshape(-1, hidden.shape[-1])
+        if indices.ndim != 2 or indices.shape != weights.shape or len(indices) != len(x) or indices.is_floating_point():
+            kind = f" of {str(indices.dtype).removeprefix('torch.')}" if indices.is_floating_point() else ""
+            raise ApplyError(
+                f"{self.fqn}: the experts get indices {list(indices.shape)}{kind} and weights {list(weights.shape)} for {len(x)} tokens;"
+                " needed: [tokens, k] both, indices whole numbers."
+            )
         if isinstance(x, FakeTensor):  # the offline check: shapes alone can't say how many rows travel
             x = x * weights.sum(1, keepdim=True).to(x.dtype) + nothing(module).to(x.dtype)
             return x.reshape(hidden.shape)
@@ -141,9 +143,17 @@ def _check(name: str, fqn: str, module: nn.Module, interface: Interface) -> None
         raise _refuse(name, fqn, module, f"it jitters its input (jitter_noise={module.jitter_noise}); mixtral_topk_router knows that")
 
 
+def _group(name: str, fqn: str, ep_mesh: DeviceMesh | None) -> AxisGroup:
+    """The ranks that share the experts."""
+    if ep_mesh is None:
+        raise Refused(f"{fqn}: {name} needs ep_mesh, and ep is 1 here. Plan with ep_size > 1, or leave the archetype out.")
+    return axis_group(ep_mesh)
+
+
 def _block_forward(
     name: str, interface: Interface, fqn: str, module: nn.Module, ep_mesh: DeviceMesh, dispatcher: Any, experts: str = "experts"
 ) -> BlockForward:
+    group = _group(name, fqn, ep_mesh)
     _check(name, fqn, module, interface)
     child = getattr(module, experts, None)
     if not isinstance(child, nn.Module):
@@ -158,7 +168,7 @@ def _block_forward(
             f" {type(child).__name__} with first dims {sorted({w.shape[0] for w in weights if w.ndim})} that takes"
             f" ({', '.join(arguments)})",
         )  # fmt: skip
-    dispatch = _build(name, fqn, dispatcher)(axis_group(ep_mesh), count // ep_mesh.size())
+    dispatch = _build(name, fqn, dispatcher)(group, count // group.ranks)
     return BlockForward({experts: DispatchedExperts(f"{fqn}.{experts}", arguments[:3], dispatch)})
 
 
@@ -236,6 +246,7 @@ def llama4_scaled_inputs(
 ) -> BlockForward:
     """A router whose weights scale the experts' inputs, experts that see every token, and a shared expert: Llama 4."""
     name = "llama4_scaled_inputs"
+    group = _group(name, fqn, ep_mesh)
     _check(name, fqn, module, Interface(("router", "experts", "shared_expert")))
     experts: Any = module.experts
     if len(inspect.signature(type(experts).forward).parameters) != 2 or _count(experts) is None:
@@ -243,21 +254,21 @@ def llama4_scaled_inputs(
     if any(parameter.ndim < 3 for parameter in experts.parameters()):
         raise _refuse(name, fqn, module, "its experts have biases, so a token that they weren't chosen for isn't nothing to them")
     count = experts.num_experts
-    local = count // ep_mesh.size()
-    dispatch = _build(name, fqn, dispatcher)(axis_group(ep_mesh), local)
+    local = count // group.ranks
+    dispatch = _build(name, fqn, dispatcher)(group, local)
     return BlockForward({"experts": ScaledInputs(f"{fqn}.experts", count, local, dispatch)})
 
 
 def jetmoe_sorted_rows(*, module: nn.Module, ep_mesh: DeviceMesh, fqn: str = "block") -> BlockForward:
     """A router that sorts, and experts in two layers that take (rows, rows of each expert), with an activation between: JetMoE."""
     name = "jetmoe_sorted_rows"
+    group = _group(name, fqn, ep_mesh)
     _check(name, fqn, module, Interface(("router", "input_linear", "output_linear", "bias"), attributes=("activation",)))
     layers = ("input_linear", "output_linear")
     for layer in layers:
         arguments = list(inspect.signature(type(getattr(module, layer)).forward).parameters)[1:]
         if len(arguments) != 2 or _count(getattr(module, layer)) is None:
             raise _refuse(name, fqn, module, f"{layer} must take (rows, rows of each expert); it takes ({', '.join(arguments)})")
-    group = axis_group(ep_mesh)
     return BlockForward(
         {layer: SortedRows(f"{fqn}.{layer}", group, sends=layer == layers[0], returns=layer == layers[1]) for layer in layers}
     )
@@ -270,9 +281,10 @@ def expert_modules(*, module: nn.Module, ep_mesh: DeviceMesh, fqn: str = "block"
     learn the rows, and with what the experts made of them. So it may not keep accounts as it runs (buffers, hooks on its router).
     """
     name = "expert_modules"
+    group = _group(name, fqn, ep_mesh)
     experts = getattr(module, "experts", None)
     if not isinstance(experts, nn.ModuleList) or not len(experts):
         raise _refuse(name, fqn, module, f"experts must be a ModuleList of modules; it is {type(experts).__name__}")
-    dispatch = _build(name, fqn, dispatcher)(axis_group(ep_mesh), len(experts) // ep_mesh.size())
+    dispatch = _build(name, fqn, dispatcher)(group, len(experts) // group.ranks)
     names = ("hidden_states", "indices", "weights")
     return CalledOneByOne({"experts": DispatchedExperts(f"{fqn}.experts", names, dispatch)}, fqn)

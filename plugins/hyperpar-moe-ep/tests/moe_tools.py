@@ -19,9 +19,9 @@ def parity(family, degrees, config, implementation, dtype, seq, steps, options):
     degrees = {"dp": 1, "cp": 1, "tp": 1, "ep": 1, **degrees}
     sizes = {axis: degrees[axis] for axis in ("dp", "cp", "tp")}
     plan = {"overrides": suggest_overrides(model, sizes, ep_size=degrees["ep"])}
-    plan |= {name: value for name, value in options.items() if name != "bias"}
+    plan |= {name: value for name, value in options.items() if name not in ("bias", "mode")}
     batch = tiny_batch(model, batch=2 * degrees["dp"], seq=seq)
-    return check_parity(model, batch, Degrees(**degrees, options=plan), steps=steps)
+    return check_parity(model, batch, Degrees(**degrees, options=plan), steps=steps, mode=options.get("mode", "production"))
 
 
 def assert_equal(

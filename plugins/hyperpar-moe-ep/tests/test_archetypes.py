@@ -8,6 +8,7 @@ from hyperpar_moe_ep import archetypes, plugin
 from torch import nn
 
 from hyperpar_core import Override, apply_plan, build_plan, make_mesh, suggest_overrides
+from hyperpar_core.collectives.functional import AxisGroup
 from hyperpar_core.descriptors import CONTEXT_NAMES
 from hyperpar_core.errors import HyperparError, OverrideError, Refused
 from hyperpar_core.testing import Degrees, check_parity, pool, tiny_batch, tiny_model
@@ -54,17 +55,13 @@ def test_each_archetype_is_right_on_a_block_or_refuses_it(family):
                 assert refused or (outcome.startswith("OverrideError: ") and "has no" in outcome), outcome
 
 
-class FakeMesh:
-    """As much of a mesh as a check needs."""
-
-    def size(self):
-        return 2
+TWO = AxisGroup("ep", 2, 0)  # as much of a mesh as a check needs
 
 
 def test_a_refusal_lists_the_blocks_real_children():
     block = tiny_model("qwen2_moe").model.layers[1].mlp
     with pytest.raises(Refused) as refused:
-        archetypes.topk_router(module=block, ep_mesh=FakeMesh(), fqn="layers.1.mlp")
+        archetypes.topk_router(module=block, ep_mesh=TWO, fqn="layers.1.mlp")
     text = str(refused.value)
     assert "layers.1.mlp: topk_router doesn't fit Qwen2MoeSparseMoeBlock" in text
     for child in ("gate (Qwen2MoeTopKRouter)", "experts (Qwen2MoeExperts)", "shared_expert (", "shared_expert_gate (Linear)"):
@@ -75,20 +72,20 @@ def test_a_refusal_lists_the_blocks_real_children():
 def test_jitter_is_refused_by_archetypes_that_know_nothing_of_it():
     block = tiny_model("mixtral", router_jitter_noise=0.1).model.layers[0].mlp
     with pytest.raises(Refused, match=r"jitter_noise=0\.1"):
-        archetypes.topk_router(module=block, ep_mesh=FakeMesh(), fqn="mlp")
+        archetypes.topk_router(module=block, ep_mesh=TWO, fqn="mlp")
 
 
 def test_experts_in_a_list_are_refused_with_what_they_are():
     block = nn.Module()
     block.gate, block.experts = nn.Linear(4, 2), nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     with pytest.raises(Refused, match="ModuleList"):
-        archetypes.experts_dispatch(module=block, ep_mesh=FakeMesh(), fqn="mlp")
+        archetypes.experts_dispatch(module=block, ep_mesh=TWO, fqn="mlp")
 
 
 def test_an_unknown_dispatcher_lists_the_known_ones():
     block = tiny_model("mixtral").model.layers[0].mlp
     with pytest.raises(OverrideError, match=r"no dispatcher 'ring'.*all_to_all"):
-        archetypes.experts_dispatch(module=block, ep_mesh=FakeMesh(), fqn="mlp", dispatcher="ring")
+        archetypes.experts_dispatch(module=block, ep_mesh=TWO, fqn="mlp", dispatcher="ring")
 
 
 class StackedExperts(nn.Module):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from ep_grid import experts
 from moe_tools import assert_equal
 
 from hyperpar_core import apply_plan, build_plan, check_plan, make_mesh, suggest_overrides
@@ -52,6 +53,11 @@ def test_expert_groups_take_a_tp_group_first_and_then_dp(family):
 )
 def test_other_ways_to_lay_experts_on_the_ranks(family, degrees):
     assert_equal(family, degrees)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_eight_ranks_of_every_axis_compute_what_one_process_does(family):
+    assert_equal(family, {"dp": 2, "cp": 2, "tp": 2, "ep": 8}, experts(family, 8))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "llama4_text"])
@@ -132,6 +138,39 @@ def in_another_way(way):
 @pytest.mark.parametrize("way", ["checkpointed", "compiled", "copied"])
 def test_checkpointed_compiled_and_copied_models_compute_the_same(way):
     assert max(pool(2).run(in_another_way, way, timeout=100)) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "llama4_text"])
+def test_validate_mode_computes_what_production_does(family):
+    assert_equal(family, {"tp": 2, "ep": 2}, mode="validate")
+
+
+def stepped(family, degrees, ep):
+    """The largest relative difference between three steps of fused AdamW on a planned model and in one process, gradients clipped."""
+    model = tiny_model(family)
+    single, batch = copy.deepcopy(model), tiny_batch(model, batch=4, seq=8)
+    mesh = make_mesh(**degrees)
+    applied = apply_plan(model, build_plan(model, mesh, ep_size=ep, overrides=suggest_overrides(model, mesh, ep_size=ep)), mesh)
+    rows = {k: v.chunk(applied.data_parallel_size)[applied.data_parallel_rank] for k, v in batch.items()}
+    share = applied.shard_batch(rows)
+    # a large epsilon: where a gradient is noise, AdamW makes a whole step of it
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-2, fused=True) for m in (model, single))
+    for _ in range(3):
+        model(**share, use_cache=False).loss.backward()
+        single(**batch, use_cache=False).loss.backward()
+        applied.clip_grad_norm_(1.0)
+        torch.nn.utils.clip_grad_norm_(single.parameters(), 1.0)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    found = applied.full_parameters()
+    return max(float((found[n] - p).abs().max() / p.abs().max()) for n, p in single.named_parameters())
+
+
+@pytest.mark.parametrize(("degrees", "ep"), [({"dp": 2}, 2), ({"dp": 2, "tp": 2}, 2)], ids=str)
+def test_fused_adamw_steps_over_both_meshes_as_one_process_does(degrees, ep):
+    for worst in pool(2 * len(degrees)).run(stepped, "qwen2_moe", degrees, ep):
+        assert worst < 1e-5
 
 
 @pytest.mark.parametrize(("family", "ep"), [("mixtral", 4), ("gpt_oss", 4), ("qwen2_moe", 1)])
