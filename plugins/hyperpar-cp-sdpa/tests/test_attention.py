@@ -231,12 +231,13 @@ def test_contiguous_order_never_computes_blocks_that_the_mask_excludes():
     assert counts == [own + 4 * rank * 16 * 16 for rank in range(RANKS)]
 
 
+@pytest.mark.parametrize("heads", [(8, 4), (4, 1)], ids=str)
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_sends_the_bytes_of_its_formula(form, cp):
-    batch, _, groups, length, width, v_width = shape = (2, 8, 4, 64, 8, 6)
+def test_each_form_sends_the_bytes_of_its_formula(form, cp, heads):
+    batch, _, groups, length, width, v_width = shape = (2, *heads, 64, 8, 6)
     u = FORMS[form][1](cp)
-    ring, kv = cp // u, batch * groups * (length // cp) * (width + v_width) * 4
+    ring, kv = cp // u, batch * max(groups, u) * (length // cp) * (width + v_width) * 4
     heads = head_elements(cp, u, shape) * 4 * (u - 1) // u if u > 1 else 0
     for forward, backward, _, _ in pool(RANKS).run(traffic, cp, form, shape, ("causal", 0)):
         assert forward == pytest.approx(heads + (ring - 1) * kv, rel=0.02)

@@ -1,17 +1,21 @@
 """transformers' models under cp, against one process: logits, loss and every gradient."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
+from cp_grid import FAMILIES
 
 from hyperpar_core import apply_plan, build_plan, make_mesh
 from hyperpar_core.testing import Degrees, check_parity, pool, tiny_batch, tiny_model
 
 RANKS = 4
 WRAPPERS = ("sdpa_hf", "sdpa_hf_ring", "sdpa_hf_ulysses", "sdpa_hf_hybrid")
-FAMILIES = (
-    "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "smollm3", "cohere2", "starcoder2", "deepseek_v3",
-)  # fmt: skip
+DEGREES = ({"dp": 2, "cp": 2}, {"cp": 4}, {"tp": 2, "cp": 2})
+# Each family with two of the twelve forms on degrees, each of those with at least two families; cp_grid.py has them all.
+PAIRS = list(itertools.product(WRAPPERS, DEGREES))
+SUBSET = [(family, *PAIRS[(5 * i + 6 * turn) % len(PAIRS)]) for i, family in enumerate(FAMILIES) for turn in (0, 1)]
 
 
 def overrides(wrapper, **options):
@@ -141,6 +145,28 @@ def compiled(wrapper):
     return dict(torch._dynamo.utils.counters["graph_break"]), worst
 
 
+def two_meshes():
+    """The first difference of each of two models on meshes of their own, which run in turns, and whose configs are one."""
+    first = tiny_model("llama")
+    second = type(first)(first.config)
+    second.load_state_dict(first.state_dict())
+    plain = tiny_model("llama")
+    batch = tiny_batch(plain)
+    plain(**batch, use_cache=False).loss.backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    ring, ulysses = planned(first, "sdpa_hf_ring", cp=4), planned(second, "sdpa_hf_ulysses", dp=2, cp=2)
+    shares = ring.shard_batch(batch), ulysses.shard_batch({n: t.chunk(2)[ulysses.data_parallel_rank] for n, t in batch.items()})
+    losses = [applied.model(**share).loss for applied, share in zip((ring, ulysses), shares, strict=True)]
+    for loss in losses:
+        loss.backward()
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    found = []
+    for applied in (ring, ulysses):
+        gradients = applied.full_gradients()
+        found.append(max(((gradients[n] - g).abs().max() / max(g.abs().max(), 0.1 * largest)).item() for n, g in expected.items()))
+    return found
+
+
 def autocast(wrapper):
     """Relative difference of the loss under bfloat16 autocast from one process's."""
     model, plain = tiny_model("llama"), tiny_model("llama")
@@ -168,9 +194,9 @@ def test_llama_with_grouped_heads_in_float64_and_contiguous_order_is_that_of_one
         assert ok, text
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_with_windows_soft_caps_norms_and_layers_without_rotary_are_those_of_one_process(family):
-    for ok, text in pool(RANKS).run(parity, family, "sdpa_hf_ring", {"dp": 2, "cp": 2}):
+@pytest.mark.parametrize(("family", "wrapper", "degrees"), SUBSET, ids=str)
+def test_families_with_windows_soft_caps_norms_and_layers_without_rotary_are_those_of_one_process(family, wrapper, degrees):
+    for ok, text in pool(RANKS).run(parity, family, wrapper, degrees):
         assert ok, text
 
 
@@ -199,10 +225,15 @@ def test_lengths_that_must_be_padded_even_fewer_than_the_parts_are_those_of_one_
         assert ok, text
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_packed_documents_are_those_of_one_process(family):
+def test_two_models_on_different_meshes_of_one_process_run_in_turns():
+    for found in pool(RANKS).run(two_meshes):
+        assert max(found) <= 1e-5
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("mistral", torch.float32), ("mistral", torch.float64)], ids=str)
+def test_packed_documents_are_those_of_one_process(family, dtype):
     positions = torch.stack([torch.cat([torch.arange(7), torch.arange(24)]), torch.cat([torch.arange(20), torch.arange(11)])])
-    for ok, text in pool(RANKS).run(parity, family, "sdpa_hf_ring", {"cp": 4}, seq=31, batch={"position_ids": positions}):
+    for ok, text in pool(RANKS).run(parity, family, "sdpa_hf_ring", {"cp": 4}, dtype, seq=31, batch={"position_ids": positions}):
         assert ok, text
 
 
