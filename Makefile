@@ -74,6 +74,7 @@ parity: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(PY) plugins/hyperpar-cp-sdpa/tests/cp_grid.py
 	OMP_NUM_THREADS=1 $(PY) plugins/hyperpar-moe-ep/tests/ep_grid.py
 	OMP_NUM_THREADS=1 $(PY) tests/train/products.py
+	OMP_NUM_THREADS=1 $(PY) tests/train/every_folder.py
 
 conformance: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/kit/own_suites.py

@@ -74,17 +74,19 @@ def meta_model(folder: str | Path, *, dtype: str | torch.dtype = "auto", **confi
     """The causal language model of a checkpoint folder on the meta device, as transformers' from_pretrained would make it, without weights.
 
     dtype: "auto" is the folder's own. config: fields that win over those in the folder. It is in train mode. Runs in any process.
-    Raises CheckpointError when the folder has no config that transformers reads.
+    Raises CheckpointError when the folder has no config that transformers reads as one.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     try:
         found = AutoConfig.from_pretrained(str(folder), **config)
+        chosen = (getattr(found, "dtype", None) or torch.float32) if dtype == "auto" else dtype
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(found, dtype=chosen)
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder}: no config that transformers reads: {' '.join(str(error).split())[:300]}") from error
-    chosen = (getattr(found, "dtype", None) or torch.float32) if dtype == "auto" else dtype
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(found, dtype=chosen)
+        raise CheckpointError(
+            f"{folder}: no causal language model that transformers knows: {' '.join(str(error).split())[:300]}"
+        ) from error
     for name, kept in kept_dtypes(model).items():
         owner, _, own = name.rpartition(".")
         module = model.get_submodule(owner)

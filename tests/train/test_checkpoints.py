@@ -163,7 +163,7 @@ def in_the_background(folder):
     gate, real, facts = threading.Event(), storage.fsync_file, {}
 
     def held_up(path):
-        gate.wait(20)
+        gate.wait(40)
         real(path)
 
     storage.fsync_file = held_up

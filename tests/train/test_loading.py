@@ -66,6 +66,7 @@ def differences(folder, degrees, fsdp, ep):
     batch = tiny_batch(single, batch=2 * applied.data_parallel_size, seq=16)
     step(applied.model, share(applied, batch))
     step(single, batch)
+    wrong += [f"{n}'s gradient" for n, p in applied.model.named_parameters() if p.grad.placements != p.placements]
     return wrong, error_of(applied, single)
 
 
