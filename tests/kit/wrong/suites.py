@@ -4,14 +4,22 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
-from hyperpar_core.testing import tiny_model
-from hyperpar_core.testing.conformance import (
-    FamilyConformance,
-    InnerWrapperConformance,
-    LocalComputeConformance,
-    LowererConformance,
-    SpecialHandlerConformance,
-)
+from hyperpar_core.testing import Degrees, conformance, tiny_model
+
+ONE_RUN = (Degrees(tp=2),)  # each fault shows on two ranks
+
+
+class InnerWrapperConformance(conformance.InnerWrapperConformance):
+    degrees = ONE_RUN
+
+
+class LocalComputeConformance(conformance.LocalComputeConformance):
+    degrees = ONE_RUN
+
+
+class LowererConformance(conformance.LowererConformance):
+    degrees = ONE_RUN
+
 
 SUMMED = {"out_src": {"output": {}}}  # what the injected code yields is the whole sum
 
@@ -67,7 +75,8 @@ class PackedMLP(nn.Module):
         return self.down(silu(gate) * up)
 
 
-class Handler(SpecialHandlerConformance):
+class Handler(conformance.SpecialHandlerConformance):
+    degrees = (Degrees(tp=2, options={"sequence_parallel": False}),)
     packed, rowwise = "gate_up.weight", ("down.weight",)
 
     def block(self, hidden):
@@ -107,7 +116,8 @@ class TestLowererPatch(LowererConformance):
     name, lowers = "lowerer_patching", ("all_reduce",)
 
 
-class Family(FamilyConformance):
+class Family(conformance.FamilyConformance):
+    degrees = ONE_RUN
     known: str
 
     def model(self):

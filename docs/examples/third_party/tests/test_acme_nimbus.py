@@ -21,12 +21,16 @@ def nimbus(**sizes):
     return model.train()
 
 
+def three_heads():
+    return nimbus(hidden_size=48, num_heads=6, num_kv_heads=3)
+
+
 class Nimbus:
     def model(self):
         return nimbus()
 
 
-class TestFamily(Nimbus, FamilyConformance):
+class TestNimbus(Nimbus, FamilyConformance):
     """Also tensor, context and expert parallel at once: four ranks, of which every two share the experts."""
 
     name = "nimbus"
@@ -39,13 +43,14 @@ class TestFamily(Nimbus, FamilyConformance):
     )
     refusals = (
         Refusal("its router draws noise", Degrees(tp=2), model=lambda: nimbus(router_noise=0.1)),
-        Refusal("2 key/value heads can't be split over tp=3", Degrees(tp=3)),
+        Refusal("3 key/value heads can't be split over tp=2", Degrees(tp=2), model=three_heads),
     )
 
 
 class TestPacked(Nimbus, SpecialHandlerConformance):
     name = "nimbus_kvq"
     packed = "kvq.weight"
+    degrees = (Degrees(tp=2), Degrees(tp=4))
 
     def entries(self, model, degrees, options):
         return []  # the family's own rules name it
@@ -55,6 +60,7 @@ class TestContext(Nimbus, InnerWrapperConformance):
     name = "nimbus_whole_keys"
     match = "*.mix"
     target = "core"
+    degrees = (Degrees(cp=2), Degrees(cp=4))
     entry = {"inner_out_src": "first_input"}  # noqa: RUF012
 
 
