@@ -32,6 +32,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+MESH, FIGURES = "Mesh", "Bytes and memory"  # groups of options in --help
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -40,10 +42,12 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-Replicas = Annotated[int, typer.Option("--dp", min=1, metavar="N", help="replicas of the model")]
-Context = Annotated[int, typer.Option("--cp", min=1, metavar="N", help="ranks that share a sequence")]
-Tensor = Annotated[int, typer.Option("--tp", min=1, metavar="N", help="ranks that share each layer's matrices")]
-Expert = Annotated[int, typer.Option("--ep", min=1, metavar="N", help="ranks that share a layer's experts, of those in the mesh")]
+Replicas = Annotated[int, typer.Option("--dp", min=1, metavar="N", rich_help_panel=MESH, help="replicas of the model")]
+Context = Annotated[int, typer.Option("--cp", min=1, metavar="N", rich_help_panel=MESH, help="ranks that share a sequence")]
+Tensor = Annotated[int, typer.Option("--tp", min=1, metavar="N", rich_help_panel=MESH, help="ranks that share each layer's matrices")]
+Expert = Annotated[
+    int, typer.Option("--ep", min=1, metavar="N", rich_help_panel=MESH, help="ranks that share a layer's experts, of those in the mesh")
+]
 Sequence = Annotated[bool, typer.Option("--sp/--no-sp", help="cut the sequence between regions where tp is active")]
 LossParallel = Annotated[bool, typer.Option("--loss-parallel", help="keep logits sharded on the vocab in the loss")]
 OverrideFile = Annotated[Path | None, typer.Option("--overrides", exists=True, dir_okay=False, help="an override file")]
@@ -58,7 +62,10 @@ def plan(
     model: Model,
     dp: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="replicas of the model (default: what --world leaves, or 1)", show_default=False),
+        typer.Option(
+            min=1, metavar="N", rich_help_panel=MESH, help="replicas of the model (default: what --world leaves, or 1)",
+            show_default=False,
+        ),
     ] = None,
     cp: Context = 1,
     tp: Tensor = 1,
@@ -66,15 +73,18 @@ def plan(
     sp: Sequence = True,
     loss_parallel: LossParallel = False,
     overrides: OverrideFile = None,
-    world: Annotated[int | None, typer.Option(min=1, metavar="N", help="ranks in all", show_default=False)] = None,
-    seq: Annotated[int, typer.Option(min=1, metavar="N", help="tokens of a sequence, for bytes and memory")] = 8192,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="sequences per dp rank, for bytes and memory")] = 1,
+    world: Annotated[int | None, typer.Option(min=1, metavar="N", rich_help_panel=MESH, help="ranks in all", show_default=False)] = None,
+    seq: Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=FIGURES, help="tokens of a sequence")] = 8192,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=FIGURES, help="sequences per dp rank")] = 1,
     what_if: Annotated[
-        bool, typer.Option("--what-if", help="rank every tp x cp x ep x dp of --world by what it sends and holds")
+        bool,
+        typer.Option("--what-if", rich_help_panel=FIGURES, help="rank every tp x cp x ep x dp of --world by what it sends and holds"),
     ] = False,
     memory: Annotated[
         float | None,
-        typer.Option(min=0, metavar="GIB", help="with --what-if: products that need more come last", show_default=False),
+        typer.Option(
+            min=0, metavar="GIB", rich_help_panel=FIGURES, help="with --what-if: products that need more come last", show_default=False
+        ),
     ] = None,
     html: Annotated[
         Path | None, typer.Option(dir_okay=False, metavar="FILE", help="write the plan as one page to look at", show_default=False)
