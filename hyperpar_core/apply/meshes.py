@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from ..collectives.functional import AxisGroup, axis_group
 from ..errors import ApplyError
@@ -35,7 +37,7 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None 
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             if device_type == "cuda":
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group(backend)
+            _join(backend)
         else:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     world = dist.get_world_size()
@@ -51,6 +53,18 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None 
         mesh = init_device_mesh(device_type, tuple(active.values()), mesh_dim_names=tuple(active))
         _made[key] = (dist.group.WORLD, mesh)
     return mesh
+
+
+def _join(backend: str) -> None:
+    """Joins torchrun's job. After a restart on one node under keys of its own: torchrun keeps its store, and gloo would connect to the
+    addresses of ranks that are dead."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restart == "0" or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+        dist.init_process_group(backend)
+        return
+    store, rank, ranks = next(rendezvous("env://"))
+    store.set_timeout(default_pg_timeout)
+    dist.init_process_group(backend, store=PrefixStore(f"restart_{restart}", store), rank=rank, world_size=ranks)
 
 
 def submesh(mesh: DeviceMesh, *, dp: bool) -> DeviceMesh | None:
