@@ -7,6 +7,7 @@
 #   make parity   every family in four modes, every product of degrees; the tables in docs/; goes on where it stopped
 #   make conformance   the suites for authors of plugins, on plugins of this repository
 #   make bench    one training step, side by side with hand-written and transformers' tensor parallelism
+#   make bench-ep   one step with experts over ranks, side by side with transformers' own expert parallelism
 #   make bench-cp   what each form of context parallel sends, holds and takes
 #   make docs     every page as HTML, in $(OUT)/docs; fails on a link that leads nowhere
 #   make wheels   one wheel per distribution, in dist/           make clean  removes what the others made, but $(VENV)
@@ -30,7 +31,7 @@ empty    :=
 space    := $(empty) $(empty)
 MYPYPATH := $(subst $(space),:,$(strip $(PLUGINS)))
 
-.PHONY: test lint demo demo-load demo-cp verify parity conformance bench bench-cp docs wheels clean
+.PHONY: test lint demo demo-load demo-cp verify parity conformance bench bench-cp bench-ep docs wheels clean
 .DELETE_ON_ERROR:
 
 # torch comes first and alone, so that a CPU build that is at hand is taken.
@@ -81,6 +82,9 @@ conformance: $(VENV)/.test
 
 bench: $(VENV)/.bench
 	$(TORCHRUN) --nproc-per-node $(RANKS) docs/benchmarks/bench.py $(BENCH)
+
+bench-ep: $(VENV)/.bench
+	$(TORCHRUN) --nproc-per-node $(RANKS) docs/benchmarks/experts.py $(BENCH)
 
 bench-cp: $(VENV)/.bench
 	OMP_NUM_THREADS=1 $(PY) docs/benchmarks/context.py $(BENCH)
