@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 
@@ -18,20 +18,40 @@ LINE, TALLEST = 10, 170  # what a label needs, and how far a picture grows to ha
 
 @dataclass(frozen=True)
 class _Cell:
-    """A rectangle (left, top, right, bottom; 0 to 1) and who holds it: {axis: coordinate}."""
+    """A rectangle (left, top, right, bottom; 0 to 1), who holds it ({axis: coordinate}), and which part (start, end) it is of what they
+    hold of the rows."""
 
     box: tuple[float, float, float, float]
     held_by: Mapping[str, int]
+    rows: tuple[float, float] = (0.0, 1.0)
 
-    def cut(self, across: bool, part: int, parts: int, **held_by: int) -> _Cell:
+    def columns_over(self, axis: str, ranks: int) -> Iterator[_Cell]:
+        """Cut across, a column for each rank."""
         left, top, right, bottom = self.box
-        if across:
-            step = (right - left) / parts
-            box = (left + part * step, top, left + (part + 1) * step, bottom)
-        else:
-            step = (bottom - top) / parts
-            box = (left, top + part * step, right, top + (part + 1) * step)
-        return _Cell(box, {**self.held_by, **held_by})
+        step = (right - left) / ranks
+        for rank in range(ranks):
+            box = (left + rank * step, top, left + (rank + 1) * step, bottom)
+            yield _Cell(box, {**self.held_by, axis: rank}, self.rows)
+
+    def rows_over(self, axis: str, ranks: int) -> Iterator[_Cell]:
+        """Cut downwards: each rank gets an equal part of the rows that are held together, of which this cell may be a part only."""
+        left, top, right, bottom = self.box
+        start, end = self.rows
+        for rank in range(ranks):
+            low, high = max(start, rank / ranks), min(end, (rank + 1) / ranks)
+            if high - low > 1e-9:
+                scale = (bottom - top) / (end - start)
+                box = (left, top + (low - start) * scale, right, top + (high - start) * scale)
+                yield _Cell(box, {**self.held_by, axis: rank}, (low * ranks - rank, high * ranks - rank))
+
+    def head_and_tail_over(self, axis: str, ranks: int) -> Iterator[_Cell]:
+        """Cut downwards into twice as many chunks: rank r holds chunk r and, behind it, chunk 2 n - 1 - r."""
+        left, top, right, bottom = self.box
+        step = (bottom - top) / (2 * ranks)
+        for chunk in range(2 * ranks):
+            rank = min(chunk, 2 * ranks - 1 - chunk)
+            box = (left, top + chunk * step, right, top + (chunk + 1) * step)
+            yield _Cell(box, {**self.held_by, axis: rank}, (0.0, 0.5) if chunk < ranks else (0.5, 1.0))
 
 
 def layout_sentence(layout: Layout, sizes: Mapping[str, int], dims: tuple[str, ...] = ()) -> str:
@@ -65,10 +85,12 @@ def slices_svg(
         ranks = ranks // placement.copies if isinstance(placement, SharedShard) else ranks
         drawn = min(ranks, MOST)
         more = more or drawn < ranks
-        # head and tail: rank r has chunks r and 2 n - 1 - r
-        order = [*range(drawn), *reversed(range(drawn))] if zigzag and axis == "cp" else list(range(drawn))
-        across = placement.dim == columns
-        cells = [cell.cut(across, i, len(order), **{axis: rank}) for cell in cells for i, rank in enumerate(order)]
+        if placement.dim == columns:
+            cells = [part for cell in cells for part in cell.columns_over(axis, drawn)]
+        elif zigzag and axis == "cp":
+            cells = [part for cell in cells for part in cell.head_and_tail_over(axis, drawn)]
+        elif placement.dim == rows:
+            cells = [part for cell in cells for part in cell.rows_over(axis, drawn)]
     bands = len({cell.box[1] for cell in cells})
     height = min(max(HEIGHT, bands * LINE), TALLEST) if bands > 1 else HEIGHT
     shapes, labels = [], []

@@ -120,6 +120,11 @@ def test_a_picture_cuts_what_the_layout_cuts_and_shows_the_order_of_cp():
     assert cells({"cp": Shard(1), "tp": Shard(2)}, {"cp": 2, "tp": 2}) == 4
     zigzag = slices_svg({"cp": Shard(1)}, {"cp": 2}, 1, 2, "x", zigzag=True)
     assert re.findall(r">(cp\d)<", zigzag) == ["cp0", "cp1", "cp1", "cp0"]
+    # what a cp rank holds is two chunks one behind the other, and that is what tp cuts
+    both = slices_svg({"cp": Shard(1), "tp": Shard(1)}, {"cp": 2, "tp": 2}, 1, 2, "x", zigzag=True)
+    assert re.findall(r">(cp\d tp\d)<", both) == ["cp0 tp0", "cp1 tp0", "cp1 tp1", "cp0 tp1"]
+    odd = slices_svg({"cp": Shard(1), "tp": Shard(1)}, {"cp": 2, "tp": 3}, 1, 2, "x", zigzag=True)
+    assert odd.count('class="cell"') == 8  # the middle rank's part is half in one chunk and half in the other
     assert "--hatch" in slices_svg({"tp": Partial()}, {"tp": 2}, 1, 2, "x")
     assert layout_sentence({"tp": Partial()}, {"tp": 2}) == "partial: each tp rank holds a summand"
     assert "(the first 8 of each axis drawn)" in slices_svg({"tp": Shard(1)}, {"tp": 64}, 1, 2, "x")
