@@ -147,8 +147,8 @@ def require_wrappers(boundaries: Sequence[Contract], sizes: Mapping[str, int], f
     linear = [c.fqn for c in without if c.template == "linear_attention"]
     if linear:
         raise Refused(
-            f"cp={sizes['cp']} is active, and {fold_names(linear)[0]!r} ({len(linear)} in all) is linear attention: it carries a state along"
-            " the sequence, which wrappers of attention don't hand on.\n  Plan without cp, or declare a wrapper that was made for it."
+            f"cp={sizes['cp']} is active, and {fold_names(linear)[0]!r} ({len(linear)} in all) is linear attention: it carries a state"
+            " along the sequence, which wrappers of attention don't hand on.\n  Plan without cp, or declare a wrapper that was made for it."
         )
     offered = [(w, provider) for w, provider in get_registry().offered(InnerWrapper) if w.needs_axis == "cp"]
     entries = [e for e in (family.suggestions.get("cp", ()) if family else ()) if "inner_wrapper" in e]
