@@ -325,6 +325,25 @@ def test_several_optimizers_their_numbers_and_tensor_rates_come_back_and_factore
         assert found == ([], 3, 0, 0.125, 0.25, True, False)
 
 
+def after_a_forward(folder):
+    """FSDP leaves the last parameters whole after a forward without a backward."""
+    applied = planned(numbered("llama", num_key_value_heads=4), {"dp": 2}, fsdp=True)
+    optimizer = adam_of(applied.model)
+    with torch.no_grad():
+        applied.model(**applied.shard_batch({"input_ids": torch.zeros(1, 8, dtype=torch.long)}))
+    whole = sum(not isinstance(p, DTensor) for p in applied.model.parameters())
+    applied.save_checkpoint(folder, optimizer, step=1)
+    other = planned(numbered("llama", scale=0, num_key_value_heads=4), {"tp": 2})
+    again = torch.optim.AdamW(other.model.parameters())
+    other.load_checkpoint(folder, again)
+    return whole, wrong_weights(other, "llama", {"num_key_value_heads": 4}) + wrong_state(other.model, again)
+
+
+def test_a_save_right_after_a_forward_under_fsdp_holds_shards(tmp_path):
+    for whole, wrong in pool(2).run(after_a_forward, str(tmp_path)):
+        assert whole > 0 and wrong == []
+
+
 def own_state(folder, degrees, values):
     applied = planned(numbered("llama"), degrees)
     if values:
