@@ -36,6 +36,9 @@ def _over_ranks(block: str, child: str, wrapper: str) -> dict[str, object]:
 
 
 NORM_OVER_RANKS = _over_ranks("mamba", "norm", "gated_group_norm")
+_state = Limit(
+    "its layers carry a state along the sequence, which cp cuts.\n  Plan without cp.", lambda config, sizes: sizes["cp"] > 1
+)
 _multiplied = Limit(
     "its state-space layers scale their projection by a buffer that counts all its rows, which tp splits.",
     lambda config, sizes: sizes["tp"] > 1,
@@ -59,7 +62,10 @@ FAMILIES = (
         "olmo_hybrid", "gated-delta layers, norms across all heads' queries and keys",
         {**DELTA, **roles(colwise="a_proj b_proj g_proj")}, SHARDED_QK_NORMS, handlers=DELTA_CHANNELS,
     ),
-    family("mamba2", "state-space layers alone", STATE_SPACE, _over_ranks("mixer", "norm", "gated_group_norm"), handlers=STATE_SPACE_PARTS),
+    family(
+        "mamba2", "state-space layers alone", STATE_SPACE, _over_ranks("mixer", "norm", "gated_group_norm"),
+        handlers=STATE_SPACE_PARTS, attention=None, limits=(_state,),
+    ),
     family("bamba", "state-space layers between attention", STATE_SPACE, NORM_OVER_RANKS, handlers=STATE_SPACE_PARTS),
     family(
         "granitemoehybrid", "state-space layers between attention, experts, a shared MLP", {**STATE_SPACE, **EXPERTS, **SHARED_MLP},
@@ -76,10 +82,13 @@ FAMILIES = (
         {**SELECTIVE, **roles(moe_gate="router", moe_expert="experts")}, _over_ranks("mamba", "x_proj", "summed_projection"),
         handlers=HALVES, archetype="experts_dispatch", block="feed_forward",
     ),
-    family("mamba", "selective state-space layers alone", SELECTIVE, _over_ranks("mixer", "x_proj", "summed_projection"), handlers=HALVES),
+    family(
+        "mamba", "selective state-space layers alone", SELECTIVE, _over_ranks("mixer", "x_proj", "summed_projection"),
+        handlers=HALVES, attention=None, limits=(_state,),
+    ),
     family(
         "falcon_mamba", "the same with norms of the step, B and C", SELECTIVE,
-        _over_ranks("mixer", "x_proj", "summed_projection"), handlers=HALVES,
+        _over_ranks("mixer", "x_proj", "summed_projection"), handlers=HALVES, attention=None, limits=(_state,),
     ),
     family("falcon_h1", "state-space layers beside attention", STATE_SPACE, handlers=STATE_SPACE_PARTS, limits=(_multiplied,)),
 )  # fmt: skip

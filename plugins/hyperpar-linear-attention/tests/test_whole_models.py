@@ -111,7 +111,7 @@ def test_the_offline_check_passes(family):
         ("bamba", {"tp": 16}, {"num_key_value_heads": 16, "num_attention_heads": 16}, "dt_bias"),
         ("falcon_h1", {"tp": 2}, {}, "buffer"),
         ("qwen3_5_text", {"cp": 2}, {}, "linear attention"),
-        ("mamba2", {"cp": 2}, {}, "mixer"),
+        ("mamba2", {"cp": 2}, {}, "state along the sequence"),
     ],
     ids=str,
 )
