@@ -15,6 +15,7 @@ OTHERS = [
     "flex_olmo", "mellum", "cohere2_moe", "phimoe", "granitemoe", "granitemoeshared", "granitemoe_swa", "minimax_m2",
     "ernie4_5_moe", "flint", "aria_text", "hunyuan_v1_moe", "hy_v3", "kolibri1", "dots1", "exaone_moe", "solar_open",
     "sarvam_moe", "glm4_moe_lite", "sarvam_mla", "axk1", "deepseek_v2", "afmoe", "dbrx", "llama4_text",
+    "jamba", "qwen3_next",
 ]  # fmt: skip
 
 
