@@ -67,8 +67,9 @@ def _read(module: nn.Module, name: str) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _label(spec: DTensorSpec, placements: tuple[Any, ...]) -> DTensorSpec:
-    """What a gradient of a parameter is: the parameter's mesh and shape, its own placements."""
+def _label(spec: DTensorSpec, placements: tuple[Any, ...], mesh: int) -> DTensorSpec:
+    """What a gradient of a parameter is: the parameter's mesh and shape, its own placements. mesh: its id; that of an earlier job of
+    this process is equal to it, and its process groups are gone."""
     return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
 
 
@@ -78,7 +79,7 @@ class _LocalPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, placements: tuple[Any, ...]) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.label = _label(parameter._spec, placements)
+        ctx.label = _label(parameter._spec, placements, id(parameter._spec.mesh))
         local = parameter._local_tensor
         return local.view_as(local)
 
