@@ -174,7 +174,8 @@ class ModelFamily:
     boundaries   {module pattern: template name, a mapping with the keys of an override and `template`, or None for no boundary};
                  "" is the model itself
     handlers     {parameter pattern: name of a special handler}
-    facts        what the planner needs to know about the model: {"causal": True, "isolates_documents": True, ...}
+    facts        what the planner needs to know about the model: {"causal": True, "isolates_documents": True, ...};
+                 "draws": True where a model draws random numbers in training without a rate above 0 in its config or modules
     suggestions  {axis: [override entry, ...]}: what to declare for cp and ep; never applied by itself
     limits       what is refused, with its cause
     """

@@ -19,6 +19,7 @@ from ..collectives.functional import AxisGroup, axis_group
 from ..collectives.transition import Transition, transitions
 from ..placement import Layout, Placement, SharedShard
 from ..plan.boundaries import find_structure
+from ..plan.build import find_family
 from ..plan.contract import Contract
 from ..plan.gradients import computes_on_parts
 from ..plan.sharding_plan import ShardingPlan
@@ -118,7 +119,9 @@ class _Installer:
 
     def _streams(self) -> Streams | None:
         """What the model draws its random numbers from; None where it draws none, or alone."""
-        if not self.groups or not declares_randomness(self.model):
+        family, _ = find_family(self.model)
+        draws = family is not None and family.facts.get("draws") is True
+        if not self.groups or not (draws or declares_randomness(self.model)):
             return None
         refuse_layerdrop(self.model, self.plan)
         rest = tuple(group.rank for axis, group in self.groups.items() if axis != "tp")

@@ -60,7 +60,8 @@ class FirstForward(TorchFunctionMode):
             raise ApplyError(
                 f"{type(module).__name__} draws random numbers in training ({self.drew}), and no module of it has a dropout above 0: which"
                 " ranks draw the same ones is decided as the plan is applied.\n"
-                "  Keep the rate as a float attribute of a module (self.dropout = 0.1) before apply_plan."
+                "  Keep the rate as a float attribute of a module (self.dropout = 0.1) before apply_plan, or say so in a family:"
+                " facts={'draws': True}."
             )
 
 

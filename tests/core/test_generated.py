@@ -7,7 +7,8 @@ import pytest
 import torch
 from core_tools import planned, share, step
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRMSNorm
 
@@ -138,3 +139,18 @@ def replaced():
 
 def test_a_local_compute_calls_the_modules_own_forward_inside_the_region():
     assert max(pool(2).run(replaced)) < 1e-5
+
+
+def twice_the_same_mesh():
+    """Whether the gradient of a parameter lies on the parameter's own mesh, for two meshes that are equal."""
+    own = []
+    for _ in range(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        parameter = nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Replicate()]))
+        generated.local_part(parameter, (Partial(),)).sum().backward()
+        own.append(parameter.grad.device_mesh is mesh)
+    return own
+
+
+def test_a_gradient_lies_on_its_parameters_own_mesh_not_on_an_equal_one_of_an_earlier_job():
+    assert pool(2).run(twice_the_same_mesh) == [[True, True]] * 2

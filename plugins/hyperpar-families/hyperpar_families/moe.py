@@ -33,7 +33,7 @@ FAMILIES = (
     family("flex_olmo", "as olmoe, norms behind the blocks", MOE, SHARDED_QK_NORMS, archetype="topk_router"),
     family("mellum", "windowed layers, dense layers between", MOE, archetype="topk_router", window=True),
     family("cohere2_moe", "attention and experts side by side", MOE, archetype="topk_router", window=True),
-    family("phimoe", "two routings in one, jitter", MOE, archetype="experts_dispatch"),
+    family("phimoe", "two routings in one, which draw in training", MOE, archetype="experts_dispatch", draws=True),
     family("granitemoe", "multipliers", MOE, archetype="experts_dispatch", block="block_sparse_moe"),
     family(
         "granitemoeshared", "a shared MLP beside the block", {**MOE, **SHARED_MLP}, {"*.shared_mlp": "mlp"},
