@@ -14,6 +14,7 @@ from ..errors import PlanError, PluginError, Refused
 from ..plugins import get_registry
 from .boundaries import Structure, find_boundaries, find_structure, owners
 from .contract import Contract
+from .cuts import check_cuts
 from .degrees import MESH_AXES, mesh_sizes
 from .experts import check_expert_degree, require_archetypes, suggested_archetypes
 from .finalise import finalise, tied_groups
@@ -101,8 +102,8 @@ def build_plan(
     merger = Merger(
         model, frozenset(conditions), tp, tuple(trusted_modules), lambda name, handler: cut_sections(ctx, name, handler)
     )
-    contracts = _derived(ctx, family, merger) if derive else {}
-    contracts, owner_of = merger.apply(contracts, Overrides.of(overrides))
+    derived = _derived(ctx, family, merger) if derive else {}
+    contracts, owner_of = merger.apply(derived, Overrides.of(overrides))
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     completed_ = [completed(contract) for contract in contracts.values()]
     boundaries = finalise(completed_, owner_of, shapes, sizes, ep_size)
@@ -114,6 +115,9 @@ def build_plan(
         cp_order=cp_order, loss=loss, boundaries=boundaries, parameters=shapes, tied=tied, notes=_notes(ctx),
     )  # fmt: skip
     refuse(model, plan, family)
+    for contract in boundaries:
+        if tp > 1 and contract.fqn in derived:
+            check_cuts(derived[contract.fqn], contract, shapes)
     providers = provided(boundaries)
     if family is not None:
         providers[f"family {family.name}"] = family_provider

@@ -17,6 +17,7 @@ from ..errors import OverrideError
 from ..placement import format_placement
 from .boundaries import owners
 from .contract import Contract
+from .cuts import kept_uses
 from .heads import attribute_of
 from .names import fold_names, listed, nearest
 from .overrides import Override, Overrides
@@ -128,8 +129,7 @@ class Merger:
         packed = "special_handlers" in values or "params" in values
         if "params" in values:
             _check_names(f"{where}.params", values["params"], owned, contract)
-            kept = {n: u for n, u in contract.param_use.items() if values["params"][n] == contract.params.get(n)}
-            values["param_use"] = kept
+            values["param_use"] = kept_uses(contract, values["params"])
         if packed:
             self._cut(contract, values, where, owned)
         if "tp_divide_attrs" in values:

@@ -310,7 +310,10 @@ def test_a_packed_parameter_without_its_handler_needs_a_placement(meta):
     assert derived.sections
     with pytest.raises(OverrideError, match=r"without its handler, qkv_proj\.weight needs a placement"):
         plan(model, {"match": ATTN, "special_handlers": "none"})
-    made = plan(model, {"match": ATTN, "special_handlers": {}, "params": {"qkv_proj.weight": R, "o_proj.weight": R}})
+    whole = {"out_src": {"output": R, "attn_weights": R}, "tp_divide_attrs": "none"}
+    made = plan(
+        model, {"match": ATTN, "special_handlers": {}, "params": {"qkv_proj.weight": R, "o_proj.weight": R}, **whole}
+    )
     assert made.boundary(ATTN).sections == {} and made.boundary(ATTN).params["qkv_proj.weight"] == {}
     with pytest.raises(OverrideError, match="decides how it is held"):
         plan(model, {"match": ATTN, "params": {"qkv_proj.weight": R, "o_proj.weight": {"tp": "shard(1)"}}})
@@ -322,3 +325,45 @@ def test_entries_are_frozen_and_print_as_they_are_written():
     with pytest.raises(AttributeError):
         entry.match = "y"
     assert torch.is_grad_enabled()
+
+
+WEIGHTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+
+
+def mlp_weights(*placements, **fields):
+    return {"match": "*.mlp", "params": {n: {"tp": p} for n, p in zip(WEIGHTS, placements, strict=True)}, **fields}
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (mlp_weights("replicate", "replicate", "replicate"), "out_src is partial over tp, and with whole weights"),
+        (mlp_weights("shard(0)", "shard(0)", "shard(0)"), "cut together"),
+        (mlp_weights("shard(0)", "replicate", "shard(1)"), "cut together"),
+        (mlp_weights("shard(0)", "shard(0)", "shard(1)", out_src={"output": R}), "out_src is replicate over tp, and with its weights cut"),
+        ({"match": "*.mlp", "in_dst": {"x": {"tp": "shard(1)"}}}, "in_dst is shard.1. over tp"),
+    ],
+)  # fmt: skip
+def test_placements_over_tp_that_dont_agree_inside_a_boundary_are_refused(meta, entry, said):
+    with pytest.raises(OverrideError, match=said):
+        plan(meta("llama"), entry)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_placements_over_tp_that_agree_are_taken(meta, sequence_parallel):
+    options = {"sequence_parallel": sequence_parallel}
+    as_derived = plan(meta("llama"), mlp_weights("shard(0)", "shard(-2)", "shard(1)"), **options)
+    assert as_derived.boundary(MLP).out_src == {"output": {"tp": Partial()}}
+    whole = plan(meta("llama"), mlp_weights(*["replicate"] * 3, out_src={"output": R}), **options)
+    assert whole.boundary(MLP).out_src == {"output": {}}
+    if sequence_parallel:
+        tokens = {"tp": "shard(1)"}
+        cut = mlp_weights(*["replicate"] * 3, in_dst={"x": tokens}, out_src={"output": tokens})
+        assert plan(meta("llama"), cut).boundary(MLP).in_dst == {"x": {"tp": Shard(1)}}
+
+
+def test_a_bias_of_whole_weights_is_whole_on_every_rank(meta):
+    model = meta("llama", mlp_bias=True)
+    params = {name: R for name, _ in model.get_submodule(MLP).named_parameters()}
+    made = plan(model, {"match": "*.mlp", "params": params, "out_src": {"output": R}}).boundary(MLP)
+    assert made.param_use == {}

@@ -53,6 +53,14 @@ def with_wrong_gradient_label():
     return check_parity(model, tiny_batch(model), Degrees(tp=2), plan=plan)
 
 
+def with_sums_said_to_be_whole():
+    """The plan says that an MLP yields whole sums, though each rank has its summand."""
+    model = tiny_model("qwen3")
+    plan = build_plan(model, make_mesh(tp=2), sequence_parallel=False)
+    del plan.boundary("model.layers.1.mlp").out_src["output"]["tp"]
+    return check_parity(model, tiny_batch(model, seq=15), Degrees(tp=2), plan=plan)
+
+
 def with_replicas_pushed_apart():
     model = torch.nn.Linear(3, 3)
     equal = replica_differences(model)
@@ -88,8 +96,7 @@ def test_data_parallel_ranks_with_different_numbers_of_targets_are_equal(ranks2,
 
 
 def test_an_output_that_is_declared_whole_and_is_partial_is_named_as_the_first_part(ranks2):
-    wrong = mlp_with(out_src={"output": {"tp": "replicate"}})
-    report = ranks2.run(on_ranks, wrong, sequence_parallel=False)[0]
+    report = ranks2.run(with_sums_said_to_be_whole)[0]
     assert (report.first.phase, report.first.fqn) == ("forward", "model.layers.1.mlp")
     assert report.first.forward_equal == 8 and not report.ok
     where, what, says = report.text().splitlines()[-3:]

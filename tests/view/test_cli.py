@@ -112,13 +112,10 @@ def test_check_proves_the_plan_over_fake_ranks_and_says_what_is_wrong(config, tm
     assert result.exit_code == DONE
     assert "check: every placement is as declared, forward and backward, on 8 fake ranks" in result.output
     file = tmp_path / "overrides.yaml"
-    entry = {
-        "match": "model.layers.1.mlp",
-        "params": {n: {"tp": "shard(0)"} for n in ("gate_proj.weight", "up_proj.weight", "down_proj.weight")},
-    }
+    entry = {"match": "model.layers.1.mlp", "in_grad": {"x": {"tp": "replicate"}}}
     file.write_text(yaml.safe_dump({"version": 1, "plan_overrides": [entry]}))
     result = run("plan", config, "--tp", 2, "--overrides", file, "--check")
-    assert result.exit_code == DIFFERENT and "check: model.layers.1.mlp: output 'output' is" in result.output
+    assert result.exit_code == DIFFERENT and "check: model.layers.1.mlp: " in result.output
 
 
 def test_overrides_are_read_and_a_bad_file_is_refused(config, tmp_path):
@@ -179,7 +176,7 @@ def test_plugins_and_env_print_text_and_data():
 
 def test_verify_is_0_where_equal_1_where_not_and_3_where_refused(tmp_path):
     file = tmp_path / "wrong.yaml"
-    wrong = {"match": "model.layers.1.mlp", "out_src": {"output": {"tp": "replicate"}}}
+    wrong = {"match": "model.layers.1.mlp", "in_grad": {"x": {"tp": "replicate"}}}
     file.write_text(yaml.safe_dump({"version": 1, "plan_overrides": [wrong]}))
     equal = run("verify", "llama", "--tp", 2, "--json")
     assert equal.exit_code == DONE and json.loads(equal.output)
