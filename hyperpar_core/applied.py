@@ -182,8 +182,8 @@ class Applied:
         refuse_nonfinite(self.model, self._groups, [c.fqn for c in self.plan.boundaries], norm)
 
     def check_replicas(self) -> None:
-        """Raises RankMismatch, on every rank, where replicas of a parameter aren't bitwise equal; names it. Every rank calls it."""
-        compare_replicas(self.model, self._groups)
+        """Raises RankMismatch, on every rank, where replicas aren't bitwise equal or a parameter was replaced. Every rank calls it."""
+        compare_replicas(self.model, self._groups, self._live().held.replaced(self.model))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside leave gradients unsummed; the first one outside sums them too."""

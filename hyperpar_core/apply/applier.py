@@ -31,6 +31,7 @@ from .cut_input import CutInput
 from .expert_mesh import build_expert_mesh, parameter_mesh
 from .expert_stack import ExpertStack
 from .generated import ModuleState, state_of
+from .held import Held
 from .journal import Journal
 from .meshes import axis_groups, submesh
 from .misuse import refuse_resize, refuse_save
@@ -52,6 +53,7 @@ class Installed:
 
     journal: Journal
     state: ModelState
+    held: Held
     parameters: dict[
         str, tuple[nn.Parameter, tuple[Any, ...]]
     ]  # {first name: (DTensor parameter, placements of its gradient)}
@@ -115,7 +117,7 @@ class _Installer:
             raise
         experts = self.expert_parameter_mesh
         sums = axis_group(experts["edp"]) if experts is not None and "edp" in (experts.mesh_dim_names or ()) else None
-        return Installed(self.journal, self.state, self.parameters, self.parameter_mesh, self.expert_mesh, sums)
+        return Installed(self.journal, self.state, self.held, self.parameters, self.parameter_mesh, self.expert_mesh, sums)
 
     def _streams(self) -> Streams | None:
         """What the model draws its random numbers from; None where it draws none, or alone."""
@@ -353,11 +355,13 @@ class _Installer:
             if hasattr(module, "save_pretrained"):
                 self.journal.set_attribute(module, "save_pretrained", refuse_save)
         state = self._state(self.model, runs=True)
+        self.held = Held(self.model, self.parameters)
         shares = tuple(axis for axis in self.groups if axis == "cp" or (axis == "dp" and self.core_dp))
         cut = CutInput(self.model, self.groups["cp"], self.plan.cp_order) if "cp" in self.groups else None
         aux = AuxLoss(prod(self.groups[axis].ranks for axis in ("dp", "cp") if axis in self.groups))
         state.run = Root(
-            self.model, self.state, self.plan.sequence_parallel, shares, state.run, aux, cut, self.streams, self.checks, self.groups
+            self.model, self.state, self.plan.sequence_parallel, shares, state.run, aux, cut, self.streams, self.checks, self.groups,
+            self.held,
         )  # fmt: skip
 
     def _wrap_routers(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,9 +106,18 @@ def _held(model: nn.Module) -> Iterator[tuple[str, DTensor, str, AxisGroup]]:
                 yield plain_name(name), parameter, axis, groups[key]
 
 
-def compare_replicas(model: nn.Module, groups: Mapping[str, AxisGroup]) -> None:
+def compare_replicas(model: nn.Module, groups: Mapping[str, AxisGroup], replaced: Sequence[str] = ()) -> None:
     """Raises RankMismatch on every rank of the mesh where replicas aren't bitwise equal; ranks that hold them name the parameters.
-    Every rank calls it. groups: the mesh's axes."""
+    Every rank calls it. groups: the mesh's axes. replaced: parameters of the plan that this rank's model no longer holds."""
+    missing = torch.tensor(len(replaced), device=next(model.parameters()).device)
+    for group in groups.values():
+        missing = all_reduce(missing, group, "max")
+    if int(missing):
+        raise RankMismatch(
+            f"{int(missing)} parameters were replaced after apply_plan ({', '.join(replaced[:3]) or 'on other ranks'}): they are no longer"
+            " replicas, and nothing sums their gradients.\n  Load values by applied.load_full_state_dict(state); for new parameters call"
+            " applied.undo() and plan anew."
+        )
     by_group: dict[AxisGroup, tuple[str, list[str], list[Tensor]]] = {}
     for name, parameter, axis, group in _held(model):
         _, names, hashes = by_group.setdefault(group, (axis, [], []))

@@ -16,6 +16,7 @@ from .checks import Checks, compare_inputs, compare_replicas, due
 from .cut_input import CutInput
 from .first_forward import FirstForward, watchable
 from .generated import original_forward, plain_name
+from .held import Held
 from .misuse import refuse_trainer
 from .regions import ModelState
 from .router_logits import AuxLoss
@@ -33,6 +34,7 @@ class Root:
     cut: reads what this rank holds of sequences that are cut over cp.
     streams: what the model draws its random numbers from, where it draws any.
     checks: what is checked beside the forward, over groups {axis: its ranks}.
+    held: notices parameters of the plan that were replaced.
     """
 
     def __init__(
@@ -47,10 +49,12 @@ class Root:
         streams: Streams | None = None,
         checks: Checks | None = None,
         groups: Mapping[str, AxisGroup] | None = None,
+        held: Held | None = None,
     ) -> None:
         self.state, self.sequence_parallel, self.shares, self.region = state, sequence_parallel, shares, region
         self.cut, self.aux = cut, aux
         self.streams, self.checks, self.groups = streams, checks, dict(groups or {})
+        self.held = held
         self.forwards, self.trained = 0, 0  # how many forwards, and how many of them in training
         self.known = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
         names = list(inspect.signature(type(model).forward).parameters)
@@ -60,6 +64,8 @@ class Root:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.checked:
             self._check(module)
+        if self.held is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.held.check(module)
         if self.checks is not None and not torch.compiler.is_compiling():
             self._run_checks(module, args, kwargs)
         position = self.labels_position

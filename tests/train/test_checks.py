@@ -122,6 +122,54 @@ def test_replicas_of_a_model_that_trains_stay_equal():
     assert pool(4).run(trained, Checks(replicas=1)) == [None] * 4
 
 
+# ---- parameters that were replaced
+
+
+def replaced(name, how, shard=False):
+    """(the next training forward, check_replicas) after a parameter was replaced by a plain one; what evaluation says."""
+    applied, single, batch = planned("llama", dp=2, config={"num_hidden_layers": 2})
+    if shard:
+        applied.fully_shard()
+    mine = share(applied, batch)
+    first = raised(lambda: step(applied.model, mine))
+    if how == "assign":
+        applied.model.load_state_dict(single.state_dict(), assign=True)
+    else:
+        owner, _, leaf = name.rpartition(".")
+        setattr(applied.model.get_submodule(owner), leaf, nn.Parameter(single.get_parameter(name).detach().clone()))
+    return first, raised(lambda: step(applied.model, mine)), raised(applied.check_replicas)
+
+
+@pytest.mark.parametrize("how", ["assign", "one"])
+def test_a_planned_parameter_that_was_replaced_is_named_at_the_next_training_forward_and_fails_the_check_of_replicas(how):
+    for first, (kind, text), check in pool(2).run(replaced, "model.norm.weight", how):
+        assert first is None and kind == "ApplyError" and "replaced after apply_plan" in text and "load_full_state_dict" in text
+        assert (how == "assign" or "model.norm.weight" in text) and check[0] == "RankMismatch" and "replaced" in check[1]
+
+
+def test_under_fsdp_a_replaced_parameter_is_named_too_and_the_ones_that_fsdp_swaps_are_not():
+    for first, (kind, text), check in pool(2).run(replaced, "model.layers.1.mlp.up_proj.weight", "one", True):
+        assert first is None and kind == "ApplyError" and "model.layers.1.mlp.up_proj.weight" in text
+        assert check[0] == "RankMismatch"
+
+
+def converted(degrees):
+    """Gradients after .double(), which swaps what is inside the parameters, beside one process."""
+    applied, single, batch = planned("llama", **degrees)
+    step(applied.model, share(applied, batch))
+    applied.model.zero_grad()
+    applied.model.double()
+    step(applied.model, share(applied, batch))
+    step(single.double(), batch)
+    return error_of(applied, single), raised(applied.check_replicas)
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 2}, {"tp": 2}], ids=str)
+def test_gradients_are_still_summed_after_a_conversion_of_the_model(degrees):
+    for (error, name), check in pool(2).run(converted, degrees):
+        assert error < 1e-5 and check is None, name
+
+
 # ---- gradients
 
 
