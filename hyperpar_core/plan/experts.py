@@ -16,7 +16,7 @@ from ..placement import Layout
 from ..plugins import get_registry
 from .contract import Contract
 from .heads import require_split
-from .overrides import Override
+from .overrides import Override, paste
 
 __all__ = ["check_expert_degree", "cut_over_ep", "cut_over_tp", "experts_per_token", "patterns_for", "require_archetypes",
            "suggested_archetypes"]  # fmt: skip
@@ -135,13 +135,10 @@ def require_archetypes(boundaries: Sequence[Contract], ep_size: int, family: Mod
     name = suggested or (installed[0] if installed else "experts_dispatch")
     hint = f"{family.name} suggests {suggested}; " if family and suggested else ""
     others = [c.fqn for c in boundaries if c.fqn not in missing]
-    entries = "".join(
-        f'\n    - {{match: "{pattern}", when: ep, local_compute_fn: {name}}}'
-        for pattern in patterns_for(missing, others)
-    )
+    entries = [f'{{match: "{pattern}", when: ep, local_compute_fn: {name}}}' for pattern in patterns_for(missing, others)]
     raise PlanError(
         f"ep={ep_size} is active, and {len(missing)} blocks of experts (first: {missing[0]}) declare no local compute.\n"
-        f"  {hint}installed: {', '.join(installed) or 'none (pip install hyperpar-moe-ep)'}\n  plan_overrides:{entries}"
+        f"  {hint}installed: {', '.join(installed) or 'none (pip install hyperpar-moe-ep)'}\n{paste(entries)}"
     )
 
 

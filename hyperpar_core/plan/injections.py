@@ -16,6 +16,7 @@ from ..errors import OverrideError, PlanError, Refused
 from ..plugins import call_check, check_factory, get_registry
 from .contract import Contract, callable_name
 from .names import fold_names, listed, nearest
+from .overrides import paste
 
 __all__ = ["check_convolutions", "check_injection", "completed", "provided", "require_wrappers"]
 
@@ -161,12 +162,14 @@ def require_wrappers(boundaries: Sequence[Contract], sizes: Mapping[str, int], f
     known = f"installed: {known}; {_transformers()}" if offered else "installed: none (pip install hyperpar-cp-sdpa)"
     name = next((e["inner_wrapper"] for e in entries if e["inner_wrapper"] in installed), None)
     name = name or (entries[0]["inner_wrapper"] if entries else installed[0] if installed else "sdpa_hf_ring")
-    when = [f"  {w.name}: {w.summary}" for w, _ in offered if w.summary][:3]
+    first = sorted((w for w, _ in offered if w.summary), key=lambda w: w.name != name)
+    when = [f"  {w.name}: {w.summary}" for w in first][:3]
+    match = f"*.{missing[0].rpartition('.')[2]}"
+    entry = f'{{match: "{match}", when: cp, inner_target: self, inner_wrapper: {name}}}'
     raise PlanError(
         f"cp={sizes['cp']} is active, and attention boundary {fold_names(missing)[0]!r} ({len(missing)} in all) declares no"
         " inner wrapper that works over cp.\n"
-        + "\n".join([f"  {hint}{known}", *when, "  plan_overrides:"])
-        + f'\n    - match: "*.{missing[0].rpartition(".")[2]}"\n      when: cp\n      inner_target: self\n      inner_wrapper: {name}'
+        + "\n".join([f"  {hint}{known}", *when, paste([entry])])
     )
 
 

@@ -12,7 +12,7 @@ from ..placement import format_layout, parse_layout
 from .contract import parse_layouts
 from .yaml_files import VERSION, dump, load_mapping, plain_data, refuse_unknown_keys, shown
 
-__all__ = ["CONDITIONS", "INHERIT", "LAYOUT_FIELDS", "Override", "Overrides"]
+__all__ = ["CONDITIONS", "INHERIT", "LAYOUT_FIELDS", "Override", "Overrides", "paste"]
 
 CONDITIONS = ("cp", "ep", "tp", "sp")
 
@@ -161,6 +161,14 @@ class Overrides:
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
+
+
+def paste(entries: Iterable[str]) -> str:
+    """The end of an error: a whole file of these entries, a line of YAML each, and who else writes it."""
+    return "\n".join([
+        "  A file for overrides= (also: `hyperpar plan --write-overrides FILE`, suggest_overrides, `hyperpar verify --suggested`):",
+        f"version: {VERSION}", "plan_overrides:", *(f"  - {entry}" for entry in entries),
+    ])  # fmt: skip
 
 
 def _conditions(value: Any, where: str) -> tuple[str, ...]:

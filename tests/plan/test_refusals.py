@@ -7,8 +7,8 @@ import torch
 import yaml
 from torch.distributed.tensor import Partial, Shard
 
-from hyperpar_core import Override, ShardingPlan, apply_plan, build_plan, make_mesh
-from hyperpar_core.errors import HyperparError, OverrideError, PlanError, PluginError
+from hyperpar_core import Override, Overrides, ShardingPlan, apply_plan, build_plan, make_mesh
+from hyperpar_core.errors import HyperparError, OverrideError, PlanError, PluginError, Refused
 from hyperpar_core.plan.refusals import refuse
 from hyperpar_core.testing import tiny_model
 
@@ -24,7 +24,9 @@ def test_active_cp_without_a_wrapper_is_refused_with_an_entry_to_paste(meta, dem
         "cp=2 is active, and attention boundary 'model.layers.{0-1}.self_attn' (2 in all) declares no"
     )
     assert "demo_cp" in text and "all keys and values on every rank" in text and "transformers 5" in text
-    entry = yaml.safe_load(text[text.index("plan_overrides:") :])["plan_overrides"][0]
+    file = text[text.index("version: 1") :]
+    entry = yaml.safe_load(file)["plan_overrides"][0]
+    assert list(Overrides.from_yaml(file).entries) == [Override(**entry)] and "--write-overrides FILE" in text
     assert entry == {**CP, "inner_wrapper": entry["inner_wrapper"]}
     made = build_plan(meta("llama"), {"cp": 2}, overrides=[{**entry, "inner_wrapper": "demo_cp"}])
     assert (
@@ -44,6 +46,17 @@ def test_a_probe_doesnt_count_as_attention_over_cp_and_a_callable_does(meta, dem
 def test_a_plan_for_cp_is_refused_where_only_some_layers_declare_a_wrapper(meta, demo):
     with pytest.raises(PlanError, match=r"layers\.1\.self_attn' \(1 in all\)"):
         build_plan(meta("llama"), {"cp": 2}, overrides=[{**CP, "match": ATTN}])
+
+
+@pytest.mark.parametrize("norm", ["parametrizations.weight_norm", "parametrizations.spectral_norm", "weight_norm", "spectral_norm"])
+@pytest.mark.parametrize("target", [f"{ATTN}.q_proj", f"{ATTN}.o_proj", "lm_head"])
+def test_a_weight_that_is_computed_from_other_parameters_is_refused_over_tp_by_its_modules_name(norm, target, meta):
+    model = tiny_model("llama")
+    functions = torch.nn.utils.parametrizations if "." in norm else torch.nn.utils
+    getattr(functions, norm.rpartition(".")[2])(model.get_submodule(target))
+    with pytest.raises(Refused) as caught:
+        build_plan(model, {"tp": 2})
+    assert str(caught.value).startswith(f"{target}: its weight is computed") and "remove_parametrizations" in str(caught.value)
 
 
 def made_by_hand(plan, change):
@@ -136,7 +149,9 @@ def test_experts_over_ep_need_a_local_compute_and_get_an_entry_to_paste(meta, de
     with pytest.raises(PlanError) as caught:
         build_plan(meta("mixtral"), {"dp": 2}, ep_size=2)
     text = str(caught.value)
-    assert "declare no local compute" in text and "local_compute_fn:" in text and "when: ep" in text
+    assert "declare no local compute" in text and "suggest_overrides" in text
+    (entry,) = Overrides.from_yaml(text[text.index("version: 1") :]).entries
+    assert entry.local_compute_fn and entry.when == ("ep",)
 
 
 def test_fused_neighbours_may_agree_on_another_layout_of_hidden_states(meta):

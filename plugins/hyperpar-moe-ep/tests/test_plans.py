@@ -51,8 +51,8 @@ def test_without_a_declaration_the_error_is_an_entry_to_paste():
         build_plan(model, {"dp": 2}, ep_size=2)
     text = str(raised.value)
     assert "qwen3_moe suggests topk_router" in text and len(text.splitlines()) <= 8
-    entry = text[text.index("  plan_overrides:") :]
-    plan = build_plan(model, {"dp": 2}, ep_size=2, overrides="version: 1\n" + entry.replace("\n  ", "\n").strip())
+    entry = text[text.index("version: 1") :]
+    plan = build_plan(model, {"dp": 2}, ep_size=2, overrides=entry)
     assert [c.fqn for c in plan.boundaries if c.local_compute_fn == "topk_router"] == ["model.layers.1.mlp", "model.layers.2.mlp"]
     assert plan.digest() == build_plan(model, {"dp": 2}, ep_size=2, overrides=suggest_overrides(model, {"dp": 2}, ep_size=2)).digest()
 
