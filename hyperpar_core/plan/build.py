@@ -21,6 +21,7 @@ from .finalise import finalise, tied_groups
 from .injections import completed, provided
 from .merging import Merger
 from .overrides import Override, Overrides
+from .parametrised import refuse_parametrised
 from .refusals import refuse
 from .roles import assign_roles
 from .sharding_plan import CP_ORDERS, Loss, ShardingPlan
@@ -86,6 +87,7 @@ def build_plan(
     sequence_parallel = sequence_parallel and tp > 1
     family, family_provider = find_family(model)
     _refuse_limits(family, model, {**sizes, "ep": ep_size}, sequence_parallel)
+    refuse_parametrised(model, sizes)
     roles = assign_roles(model, family.roles if family else {})
     structure = find_structure(model)
     if sequence_parallel and derive:

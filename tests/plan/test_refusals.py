@@ -8,7 +8,7 @@ import yaml
 from torch.distributed.tensor import Partial, Shard
 
 from hyperpar_core import Override, Overrides, ShardingPlan, apply_plan, build_plan, make_mesh
-from hyperpar_core.errors import HyperparError, OverrideError, PlanError, PluginError, Refused
+from hyperpar_core.errors import HyperparError, OverrideError, PlanError, PluginError, Refused, Refused
 from hyperpar_core.plan.refusals import refuse
 from hyperpar_core.testing import tiny_model
 
@@ -167,3 +167,13 @@ def test_fused_neighbours_may_agree_on_another_layout_of_hidden_states(meta):
     assert made.boundary("model.layers.0.post_attention_layernorm").out_src == {"output": {"tp": Shard(1)}}
     assert made.boundary("model.layers.1.mlp").in_grad == {"x": {"tp": Partial()}}
     assert whole
+
+
+def test_the_degrees_that_a_refusal_names_are_planned(meta):
+    model = meta("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=8, intermediate_size=48)
+    with pytest.raises(Refused) as caught:
+        build_plan(model, {"tp": 4})
+    named = str(caught.value).partition("Degrees of tp that work here: ")[2].partition(";")[0]
+    assert named == "2, 6"
+    for degree in named.split(", "):
+        assert build_plan(model, {"tp": int(degree)})
