@@ -12,10 +12,12 @@ from ..errors import OverrideError, PlanError, Refused
 from ..plugins import check_factory, get_registry
 from .consistency import check_layouts, check_neighbours, check_ownership, check_tied
 from .contract import Contract
+from .finalise import tied_groups
 from .heads import check_counts
 from .injections import check_convolutions, check_injection, provided, require_wrappers
 from .names import listed, nearest
 from .sharding_plan import ShardingPlan
+from .stacks import check_stacks
 
 __all__ = ["refuse"]
 
@@ -37,6 +39,7 @@ def refuse(model: nn.Module, plan: ShardingPlan, family: ModelFamily | None) -> 
         check_counts(contract.fqn, module, contract.divide, contract.counts)
         check_injection(contract, module, model, sizes)
         _check_lowerer(contract, sizes)
+    check_stacks(model, plan.boundaries, tied_groups(model))
     check_tied(plan.boundaries, plan.tied)
     check_neighbours(plan.boundaries)
     provided(plan.boundaries)

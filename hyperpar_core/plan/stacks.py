@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ..errors import Refused
+from .alike import difference
 from .contract import Contract
 from .sharding_plan import ShardingPlan
 
-__all__ = ["as_held", "find_stacks", "member", "stack_name"]
+__all__ = ["as_held", "check_stacks", "find_stacks", "member", "stack_name"]
 
 
 def member(stacked: Mapping[str, int], name: str) -> tuple[str, int, str] | None:
@@ -35,7 +36,7 @@ def stack_name(path: str, rest: str) -> str:
 def find_stacks(fqn: str, block: nn.Module, experts: Iterable[str], ep: int) -> dict[str, int]:
     """{list of expert modules in the block `fqn`: their number}. `experts`: the experts' parameters, by name in the block.
 
-    Refused where ep doesn't divide the number, or where the modules of a list aren't alike.
+    Refused where ep doesn't divide the number, or where the parameters of a list's modules aren't alike.
     """
     found: dict[str, int] = {}
     for name in experts:
@@ -69,6 +70,27 @@ def _require_alike(fqn: str, experts: list[nn.Module]) -> None:
     names = [stack_name("", name) for name in first]
     if len(set(names)) < len(names):
         raise Refused(f"{fqn}: two parameters of an expert have one name once its dots are underlines ({', '.join(names)}).")
+
+
+def check_stacks(model: nn.Module, boundaries: Iterable[Contract], tied: Iterable[Sequence[str]]) -> None:
+    """Refused where an expert of a stacked list computes otherwise than the first, or has a parameter that anything else has too."""
+    stacked = {f"{c.fqn}.{path}" if c.fqn else path: count for c in boundaries for path, count in c.stacked.items()}
+    if not stacked:
+        return
+    for group in tied:
+        mine = next((name for name in group if member(stacked, name)), None)
+        if mine is not None:
+            other = next(name for name in group if name != mine)
+            raise Refused(
+                f"{mine} and {other} are one parameter, and each expert of a list over ep is held by other ranks, in a stack.\n"
+                "  Give each its own parameter, or leave ep at 1."
+            )
+    for path in stacked:
+        first, *others = model.get_submodule(path).children()
+        for i, expert in enumerate(others, 1):
+            what = difference(first, expert)
+            if what is not None:
+                raise Refused(f"{path}.{i} isn't like {path}.0, so they can't be stacked: {what}.")
 
 
 def _facts(expert: nn.Module) -> dict[str, Any]:

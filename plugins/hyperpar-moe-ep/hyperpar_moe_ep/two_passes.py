@@ -7,7 +7,7 @@ of the second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import torch
@@ -39,13 +39,13 @@ def called_one_by_one(
         rows[number] = given
         return torch.zeros_like(given)
 
-    state = _noise()
-    buffers = {name: buffer._version for name, buffer in module.named_buffers()}
+    state, before = _noise(), _accounts(module, args, kwargs)
     with experts.answering(learn):
         forward(module, *args, **kwargs)
-    changed = [name for name, buffer in module.named_buffers() if buffer._version != buffers.get(name)]
+    after = _accounts(module, args, kwargs)
+    changed = [what for what in {**before, **after} if before.get(what) != after.get(what)]
     if changed:
-        raise ApplyError(f"{fqn}: its forward changes the buffer {changed[0]}, and expert_modules runs it twice.")
+        raise ApplyError(f"{fqn}: its forward changes {changed[0]}, and expert_modules runs it twice.")
     hidden = x.reshape(-1, x.shape[-1])
     numbers = sorted(rows)
     sizes = [len(rows[number]) for number in numbers]
@@ -56,6 +56,34 @@ def called_one_by_one(
     _noise(state)
     with experts.answering(lambda number, given: results[number]):
         return forward(module, *args, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _accounts(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """{what a forward may change: a mark that is another one once it did}: its inputs, and all that the block's modules have."""
+    found = {f"its input {name}": _mark(x) for name, x in [*enumerate(args), *kwargs.items()] if isinstance(x, Tensor)}
+    for path, child in module.named_modules():
+        if path.partition(".")[0] == "experts":  # stacked, and called once
+            continue
+        dot = f"{path}." if path else ""
+        found |= {f"the buffer {dot}{name}": _mark(x) for name, x in child._buffers.items()}
+        plain = {name: x for name, x in vars(child).items() if name not in ("_buffers", "_parameters", "_modules")}
+        found |= {f"the attribute {dot}{name}": _mark(x) for name, x in plain.items()}
+    return found
+
+
+def _mark(value: Any) -> Any:
+    """What tells a value from another one, and from itself once it was changed in place: the version of a tensor, the members of a list."""
+    if isinstance(value, Tensor):
+        # without a version its values have to do
+        return id(value), float(value.double().nan_to_num().sum()) if value.is_inference() else value._version
+    if isinstance(value, (list, tuple)):
+        return id(value), [_mark(x) if isinstance(x, Tensor) else id(x) for x in value]
+    if isinstance(value, Mapping):
+        return id(value), [(key, _mark(x) if isinstance(x, Tensor) else id(x)) for key, x in value.items()]
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    return id(value), len(value) if isinstance(value, Sized) else 0
 
 
 def _refuse_accounts(fqn: str, module: nn.Module) -> None:

@@ -227,7 +227,75 @@ def accounting(model):
     return "experts have buffers"
 
 
-@pytest.mark.parametrize("change", [unlike, wider, accounting])
+def late_accounting(model):
+    model.layers[0].moe.experts[2].register_buffer("seen", torch.zeros(1))
+    return r"experts\.2 isn't like .*buffers \['seen'\]"
+
+
+def factor(model):
+    for i, expert in enumerate(model.layers[0].moe.experts):
+        expert.factor = 1.0 + i
+    return r"experts\.1 isn't like .*: factor 2\.0, expert 0 has 1\.0"
+
+
+def activation(model):
+    for i, expert in enumerate(model.layers[1].moe.experts):
+        expert.act = torch.nn.functional.gelu if i == 3 else torch.nn.functional.silu
+    return r"layers\.1\.moe\.experts\.3 isn't like .*: act .*gelu.*, expert 0 has silu"
+
+
+def closure(model):
+    for i, expert in enumerate(model.layers[1].moe.experts):
+        expert.act = lambda x, i=i: x * i
+    return r"experts\.1 isn't like .*: act "
+
+
+def old_forward(model):
+    for expert in model.layers[0].moe.experts:
+        before = expert.forward
+        expert.forward = lambda x, before=before: before(x) * 2
+    return r"experts\.1 isn't like .*: forward "
+
+
+def submodule(model):
+    for i, expert in enumerate(model.layers[1].moe.experts):
+        expert.act = torch.nn.SiLU() if i % 2 else torch.nn.GELU()
+    return r"experts\.1 isn't like .*: act SiLU, expert 0 has GELU"
+
+
+def slope(model):
+    for i, expert in enumerate(model.layers[1].moe.experts):
+        expert.act = torch.nn.LeakyReLU(0.1 + 0.1 * (i // 2))
+    return r"experts\.2 isn't like .*: act\.negative_slope 0\.2, expert 0 has 0\.1"
+
+
+def hook(model):
+    model.layers[0].moe.experts[1].w2.register_forward_hook(lambda module, args, out: out * 3)
+    return r"experts\.1 isn't like .*: w2\._forward_hooks"
+
+
+def outside(model):
+    for expert in model.layers[0].moe.experts:
+        expert.parts = [model.norm]
+    return r"experts\.1 isn't like .*: parts "
+
+
+def tied(model):
+    experts = model.layers[0].moe.experts
+    experts[1].w1.weight = experts[0].w1.weight
+    return r"experts\.0\.w1\.weight and .*experts\.1\.w1\.weight are one parameter"
+
+
+def tied_outside(model):
+    model.layers[0].moe.experts[2].scale = model.norm.weight
+    return r"experts\.2\.scale and norm\.weight are one parameter"
+
+
+UNLIKE = [unlike, wider, accounting, late_accounting, factor, activation, closure, old_forward, submodule, slope, hook, outside,
+          tied, tied_outside]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", UNLIKE)
 def test_experts_that_are_not_alike_are_refused_when_the_plan_is_made(site, change):
     with toy_moe.installed(site):
         model = ToyMoE()
@@ -236,6 +304,58 @@ def test_experts_that_are_not_alike_are_refused_when_the_plan_is_made(site, chan
         with pytest.raises(Refused, match=match) as refused:
             build_plan(model, {"dp": 2}, ep_size=2, overrides=suggest_overrides(model, {"dp": 2}, ep_size=2))
     assert len(str(refused.value).splitlines()) <= 8 and [id(p) for p in model.parameters()] == before
+
+
+def changed_later(folder):
+    """The error of a plan whose experts get other attributes before it is applied."""
+    with toy_moe.installed(folder):
+        model, mesh = ToyMoE(), make_mesh(dp=2)
+        plan = build_plan(model, mesh, ep_size=2, overrides=suggest_overrides(model, mesh, ep_size=2))
+        model.layers[0].moe.experts[1].factor = 2.0
+        try:
+            apply_plan(model, plan, mesh)
+        except Refused as error:
+            return str(error)
+
+
+def test_experts_that_are_made_unlike_after_the_plan_are_refused_as_it_is_applied(site):
+    for error in pool(2).run(changed_later, site):
+        assert "experts.1 isn't like" in error and "factor" in error
+
+
+def with_attributes(folder):
+    """Parity of experts with equal attributes of all kinds: activations, configs, methods, hooks."""
+
+    class Rich(toy_moe.Expert):
+        def forward(self, x):
+            return self.w2(self.act(self.gate(self.w1(x)))) * self.scale * self.config["factor"]
+
+        def half(self, x):
+            return x / 2
+
+    class RichMoE(ToyMoE):
+        def __init__(self):
+            super().__init__()
+            for layer in self.layers:
+                for expert in layer.moe.experts:
+                    expert.__class__ = Rich
+                    expert.act, expert.gate, expert.config = torch.nn.SiLU(), expert.half, {"factor": 2.0, "own": [1, 2]}
+                    expert.w2.register_forward_hook(doubled)
+
+    with toy_moe.installed(folder):
+        model = RichMoE()
+        overrides = suggest_overrides(model, {"dp": 2}, ep_size=2)
+        report = check_parity(model, tiny_batch(model, batch=4, seq=12), Degrees(2, 1, 1, 2, {"overrides": overrides}), steps=1)
+        return report.ok, report.text()
+
+
+def doubled(module, args, out):
+    return out * 2
+
+
+def test_experts_with_equal_attributes_methods_and_hooks_are_alike(site):
+    for equal, text in pool(2).run(with_attributes, site):
+        assert equal, text
 
 
 def test_a_number_of_experts_that_ep_does_not_divide_is_refused(site):
@@ -255,10 +375,33 @@ def wrong_calls(folder, kind):
             self.count += 1
             return super().forward(x)
 
+    class InPlace(toy_moe.Block):
+        def forward(self, x):
+            return super().forward(x.mul_(1.1))
+
+    class Collects(toy_moe.Block):
+        def forward(self, x):
+            out, logits = super().forward(x)
+            self.seen.append(logits.mean())
+            return out, logits
+
+    class Keeps(toy_moe.Block):
+        def forward(self, x):
+            out, logits = super().forward(x)
+            self.gate.last = logits.detach()
+            return out, logits
+
+    class Numbers(toy_moe.Block):
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    kinds = {"twice": Twice, "counts": Counts, "in place": InPlace, "collects": Collects, "keeps": Keeps, "numbers": Numbers}
     with toy_moe.installed(folder):
         model = ToyMoE()
         for layer in model.layers:
-            layer.moe.__class__ = {"twice": Twice, "counts": Counts, "hook": toy_moe.Block}[kind]
+            layer.moe.__class__ = kinds.get(kind, toy_moe.Block)
+            layer.moe.seen, layer.moe.calls = [], 0
             if kind == "counts":
                 layer.moe.register_buffer("count", torch.zeros(()))
             if kind == "hook":
@@ -272,8 +415,24 @@ def wrong_calls(folder, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"), [("twice", "is called twice"), ("counts", "changes the buffer count"), ("hook", "moe.gate has a forward hook")]
-)
+    ("kind", "text"),
+    [("twice", "is called twice"), ("counts", "changes the buffer count"), ("hook", "moe.gate has a forward hook"),
+     ("in place", "changes its input 0"), ("collects", "changes the attribute seen"), ("keeps", "changes the attribute gate.last"),
+     ("numbers", "changes the attribute calls")],
+)  # fmt: skip
 def test_a_block_that_two_passes_would_change_is_an_error(site, kind, text):
     for error in pool(2).run(wrong_calls, site, kind):
         assert text in error
+
+
+def in_inference_mode(folder):
+    with toy_moe.installed(folder):
+        model, ids = ToyMoE(), torch.arange(12).view(2, 6)
+        single, mesh = copy.deepcopy(model), make_mesh(dp=2)
+        apply_plan(model, build_plan(model, mesh, ep_size=2, overrides=suggest_overrides(model, mesh, ep_size=2)), mesh)
+        with torch.inference_mode():
+            return torch.allclose(model(ids).logits, single(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_they_run_in_inference_mode_where_tensors_count_no_changes(site):
+    assert pool(2).run(in_inference_mode, site) == [True, True]
