@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import PlanError, Refused
+from .names import nearest
 from .yaml_files import shown
 
 __all__ = ["MESH_AXES", "mesh_sizes"]
@@ -32,9 +33,15 @@ def mesh_sizes(mesh: DeviceMesh | Mapping[str, int]) -> dict[str, int]:
             " ranks of a stage), and plan each stage's part of the model with its own mesh."
         )
     for axis, size in sizes.items():
+        if axis == "ep":
+            raise PlanError(
+                f"unknown mesh axis 'ep' (axes: {', '.join(MESH_AXES)}): experts spread over their ranks. Leave it out, and pass"
+                f" ep_size={size}."
+            )
         if axis not in MESH_AXES:
             raise PlanError(
                 f"unknown mesh axis {shown(axis)} (axes: {', '.join(MESH_AXES)}; the expert mesh is derived from them)."
+                + nearest(str(axis), MESH_AXES)
             )
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise PlanError(f"mesh axis {axis}: a degree is a positive whole number, got {shown(size)}.")

@@ -125,7 +125,7 @@ def require_archetypes(boundaries: Sequence[Contract], ep_size: int, family: Mod
         return
     blocks = [c.fqn for c in boundaries if holds_experts(c)]
     if not blocks:
-        raise Refused(f"ep_size={ep_size}: no boundary of this model holds experts over ep.")
+        raise Refused(f"ep_size={ep_size}: no boundary of this model holds experts over ep. Leave ep_size out.")
     missing = [c.fqn for c in boundaries if holds_experts(c) and not _dispatches(c)]
     if not missing:
         return

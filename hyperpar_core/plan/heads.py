@@ -48,6 +48,11 @@ class Heads:
         """The blocks where `rows` of another width may be cut: between groups of heads that share a key/value head."""
         return self.key_value if self.key_value and rows % self.key_value == 0 else None
 
+    def fit(self, tp: int) -> bool:
+        """Whether tp ranks can have whole query heads, and whole key/value heads or one that some of them share."""
+        query, shared = self.query or 0, self.key_value or 0
+        return query % tp == 0 and (shared % tp == 0 or (shared != query and tp % shared == 0))
+
 
 def _integer(source: Any, *names: str) -> int | None:
     for name in names:
@@ -76,10 +81,10 @@ def count_heads(module: nn.Module) -> Heads:
     return Heads(query, key_value, dim, tuple(dict.fromkeys(width for width in others if width and width != dim)))
 
 
-def require_split(fqn: str, count: int, what: str, tp: int) -> None:
-    """Refused unless `tp` ranks can share `count` evenly."""
+def require_split(fqn: str, count: int, what: str, tp: int, heads: Heads | None = None) -> None:
+    """Refused unless `tp` ranks can share `count` evenly. `heads`: what else must fit the degrees that are named instead."""
     if count % tp:
-        degrees = [d for d in range(2, min(count, 64) + 1) if count % d == 0]
+        degrees = [d for d in range(2, min(count, 64) + 1) if count % d == 0 and (heads is None or heads.fit(d))]
         raise Refused(
             f"{fqn}: {count} {what} can't be split over tp={tp}.\n"
             f"  Degrees of tp that work here: {', '.join(map(str, degrees)) or 'none'}; the other ranks can go to dp or cp."

@@ -230,7 +230,7 @@ def _cut(ctx: PlanContext, name: str, rows: int, dim: int, heads: Heads) -> Plac
         raise Refused(
             f"{name}: {rows} rows aren't whole heads of {heads.dim}; a family adapter has to declare how they split."
         )
-    require_split(name, count, "attention heads" if count == heads.query else "key/value heads", ctx.tp)
+    require_split(name, count, "attention heads" if count == heads.query else "key/value heads", ctx.tp, heads)
     return Shard(dim)
 
 

@@ -168,7 +168,8 @@ def test_an_unchanged_file_is_read_back(data):
 
 MESHES = {
     "an unknown axis": ({"xp": 2}, PlanError, "unknown mesh axis 'xp'"),
-    "ep as an axis": ({"tp": 2, "ep": 2}, PlanError, "unknown mesh axis 'ep'"),
+    "a mistyped axis": ({"ttp": 2}, PlanError, "Nearest: tp"),
+    "ep as an axis": ({"tp": 2, "ep": 2}, PlanError, "pass ep_size=2"),
     "a pipeline axis": ({"pp": 2, "tp": 2}, Refused, "split the mesh by stage"),
     "a degree of zero": ({"tp": 0}, PlanError, "tp: a degree is a positive whole number, got 0"),
     "a negative degree": ({"tp": -2}, PlanError, "got -2"),
@@ -215,7 +216,7 @@ ARGUMENTS = {
     "an expert degree of zero": ({"ep_size": 0}, PlanError, "got 0"),
     "an expert degree as text": ({"ep_size": "2"}, PlanError, "got '2'"),
     "an expert degree that the ranks aren't a multiple of": ({"ep_size": 3}, Refused, "ep must divide"),
-    "an expert degree without experts": ({"ep_size": 2}, Refused, "no boundary of this model holds experts"),
+    "an expert degree without experts": ({"ep_size": 2}, Refused, "Leave ep_size out"),
     "trusted_modules as text": ({"trusted_modules": "os"}, PlanError, "list of module names"),
     "trusted_modules of numbers": ({"trusted_modules": [1]}, PlanError, "list of module names"),
     "overrides as a number": ({"overrides": 3}, OverrideError, "got 3"),
