@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..apply.checks import compare_inputs
 from ..apply.share import joined, multiple, taken
 from ..collectives.functional import AxisGroup, all_gather, all_reduce
-from ..errors import ApplyError
+from ..errors import ApplyError, RankMismatch
 from ..plan.build import find_family
 
 __all__ = ["compare", "lengths", "reduce_loss", "shard_batch", "unshard"]
@@ -37,6 +37,17 @@ def _first(batch: Mapping[str, Any]) -> Tensor:
         raise ApplyError("shard_batch: a batch is a mapping with input_ids (or inputs_embeds) of [batch, sequence].")
     tokens: Tensor = first
     return tokens
+
+
+def _parts(batch: Any) -> list[Mapping[str, Any]]:
+    """The micro-batches of one batch, or of a list of them; ApplyError for anything else."""
+    if isinstance(batch, Mapping):
+        return [batch]
+    parts = list(batch) if isinstance(batch, Sequence) else [batch]
+    for part in parts:
+        if not isinstance(part, Mapping):
+            raise ApplyError(f"shard_batch: a batch is a mapping with input_ids, or a list of such; given is a {type(part).__name__}.")
+    return parts
 
 
 def _check(batch: Mapping[str, Any]) -> tuple[int, int]:
@@ -67,10 +78,11 @@ def shard_batch(
     Under cp the sequences are padded to a multiple of the ranks (2 * ranks in order "head_tail"; the padding is never attended to, and
     its labels are ignored), and ids, positions and labels are cut to this rank's tokens, [batch, local]. attention_mask stays whole,
     [batch, padded sequence]: 0 for padding, else the number of the token's document, from `document_ids` [batch, sequence] or, as in
-    one process, from position_ids that restart where no attention_mask is given. ApplyError for what can't be cut rightly.
+    one process, from position_ids that restart where no attention_mask is given. ApplyError for what can't be cut rightly,
+    RankMismatch on all ranks where some of dp have labels and others none.
     """
     if not isinstance(batch, Mapping):
-        parts = list(batch)
+        parts = _parts(batch)
         if not parts:
             raise ApplyError("shard_batch: an empty list of micro-batches.")
         shares = [_share(model, part, groups.get("cp"), order) for part in parts]
@@ -220,7 +232,7 @@ def compare(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], group: AxisG
     """Raises RankMismatch unless all ranks of cp were given the same whole sequences."""
     if group is None:
         return
-    for part in [batch] if isinstance(batch, Mapping) else batch:
+    for part in _parts(batch):
         compare_inputs((), part, group, device)
 
 
@@ -246,14 +258,22 @@ def unshard(x: Tensor, dim: int, group: AxisGroup | None, order: str, tokens: in
 
 
 def _count(shares: list[dict[str, Any]], groups: Mapping[str, AxisGroup]) -> None:
-    """One number of targets for all shares of all ranks."""
+    """One number of targets for all shares of all ranks. Every rank of dp takes part, with labels or without."""
     with_labels = [s for s in shares if s.get("shift_labels") is not None]
+    none = torch.zeros((), dtype=torch.long, device=_first(shares[0]).device)
+    total = sum(((s["shift_labels"] != IGNORE).sum() for s in with_labels), none)
+    if "dp" in groups:
+        group = groups["dp"]
+        total, ranks = all_reduce(torch.stack([total, torch.full_like(total, bool(with_labels))]), group).unbind()
+        if int(ranks) not in (0, group.ranks):
+            raise RankMismatch(
+                f"shard_batch: {int(ranks)} of {group.ranks} dp ranks brought labels, and this one {'did' if with_labels else 'none'}.\n"
+                "  Labels of -100 leave a rank without targets; give all ranks labels, or none."
+            )
     if not with_labels:
         return
-    total = torch.stack([(s["shift_labels"] != IGNORE).sum() for s in with_labels]).sum()
-    for axis in ("cp", "dp"):
-        if axis in groups:
-            total = all_reduce(total, groups[axis])
+    if "cp" in groups:
+        total = all_reduce(total, groups["cp"])
     for share in with_labels:
         share["num_items_in_batch"] = total
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from core_tools import error_of, gradients, part, planned, share, step, worst
+from core_tools import error_of, gradients, part, planned, raised, share, step, worst
 
 from hyperpar_core.errors import ApplyError
 from hyperpar_core.testing import pool, replica_differences, tiny_batch
@@ -57,6 +57,34 @@ def micro_batches(degrees):
 def test_a_list_of_micro_batches_is_counted_together(degrees):
     for counted, difference, (error, name) in pool(2).run(micro_batches, degrees):
         assert counted and abs(difference) < 1e-5 and error < 1e-5, name
+
+
+def some_labels(which):
+    """What each dp rank gets where only the ranks `which` have labels."""
+    applied, _, batch = planned("llama", dp=2, checks=None)
+    mine = part(applied, batch)
+    if dist.get_rank() not in which:
+        del mine["labels"]
+    error = raised(lambda: applied.shard_batch(mine))
+    return error or ("num_items_in_batch" in applied.shard_batch(mine))
+
+
+def test_labels_on_some_dp_ranks_alone_are_an_error_on_all_and_none_at_all_are_fine():
+    for kind, text in pool(2).run(some_labels, [1], timeout=30):
+        assert kind == "RankMismatch" and "1 of 2 dp ranks brought labels" in text
+    assert pool(2).run(some_labels, [], timeout=30) == [False, False]
+    assert pool(2).run(some_labels, [0, 1], timeout=30) == [True, True]
+
+
+def no_batches():
+    applied, _, batch = planned("llama", dp=2)
+    return [raised(lambda given=given: applied.shard_batch(given)) for given in (batch["input_ids"], [batch["input_ids"]], None, "ids")]
+
+
+def test_what_is_no_batch_is_said_to_be_none():
+    for errors in pool(2).run(no_batches):
+        assert [kind for kind, _ in errors] == ["ApplyError"] * 4
+        assert [text.rpartition(" ")[2] for _, text in errors] == ["Tensor.", "Tensor.", "NoneType.", "str."]
 
 
 def left_to_the_caller(degrees):
