@@ -22,6 +22,9 @@ from ..errors import RankMismatch
 __all__ = ["agree"]
 
 _POLL = 0.02
+_REMEDIES = {
+    "weights": '.\n  Seed all ranks alike before the model is built (set_seed), or apply_plan(..., weights="broadcast"): rank 0\'s.'
+}
 _rounds: dict[tuple[int, ...], int] = {}
 
 
@@ -36,7 +39,7 @@ def _compare(mine: Mapping[str, Any], theirs: Mapping[str, Any], rank: int, othe
                 f"{n}: {value.get(n, 'missing')} on rank {rank}, {theirs[key].get(n, 'missing')} on rank {other}"
                 for n in names[:3]
             )
-            return f"{key} differ in {len(names)}: {shown}{'; ...' if len(names) > 3 else ''}"
+            return f"{key} differ in {len(names)}: {shown}{'; ...' if len(names) > 3 else ''}{_REMEDIES.get(key, '')}"
         return f"{key}: {value} on rank {rank}, {theirs.get(key)} on rank {other}"
     return None
 

@@ -17,7 +17,7 @@ from .contract import Contract
 from .cuts import check_cuts
 from .degrees import MESH_AXES, mesh_sizes
 from .experts import check_expert_degree, require_archetypes, suggested_archetypes
-from .finalise import finalise, tied_groups
+from .finalise import finalise, refuse_orphans, tied_groups
 from .injections import completed, provided
 from .merging import Merger
 from .overrides import Override, Overrides
@@ -88,9 +88,12 @@ def build_plan(
     family, family_provider = find_family(model)
     _refuse_limits(family, model, {**sizes, "ep": ep_size}, sequence_parallel)
     refuse_parametrised(model, sizes)
+    _refuse_shared_modules(model)
     roles = assign_roles(model, family.roles if family else {})
     structure = find_structure(model)
     if sequence_parallel and derive:
+        if not overrides:  # which could insert owners
+            refuse_orphans([name for name, _ in model.named_parameters() if name not in roles])
         _require_stack(structure)
     tied = tied_groups(model)
     ctx = PlanContext(
@@ -136,6 +139,18 @@ def _check_arguments(cp_order: Any, sequence_parallel: Any, derive: Any, trusted
             raise PlanError(f"{name} is {shown(value)}; expected True or False.")
     if isinstance(trusted_modules, str) or not all(isinstance(name, str) for name in trusted_modules):
         raise PlanError(f"trusted_modules is {shown(trusted_modules)}; expected a list of module names.")
+
+
+def _refuse_shared_modules(model: nn.Module) -> None:
+    """Refused where one module with parameters stands in two places: its boundary would have two layouts."""
+    first: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        known = first.setdefault(id(module), name)
+        if known != name and any(True for _ in module.parameters()):
+            raise Refused(
+                f"{known} and {name} are one module, and a boundary stands in one place.\n"
+                "  Give each place a module of its own; their parameters may be tied (one Parameter under both names)."
+            )
 
 
 def _require_stack(structure: Structure) -> None:

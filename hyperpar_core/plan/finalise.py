@@ -15,7 +15,7 @@ from .consistency import check_layouts
 from .contract import Contract
 from .gradients import with_gradients
 
-__all__ = ["finalise", "tied_groups"]
+__all__ = ["finalise", "refuse_orphans", "tied_groups"]
 
 
 def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -37,17 +37,22 @@ def finalise(
     axes = tuple(axes)
     held = {f"{c.fqn}.{name}" if c.fqn else name for c in contracts for name in c.params}
     orphans = [name for name in owners if name not in held]
+    refuse_orphans(orphans)
+    active = {*axes, *(("ep",) if ep_size > 1 else ())}
+    plain = [_canonical(contract, active) for contract in contracts]
+    for contract in plain:
+        check_layouts(contract, shapes, axes, ep_size)
+    return tuple(with_gradients(contract, axes) for contract in plain)
+
+
+def refuse_orphans(orphans: Sequence[str]) -> None:
+    """Refused where there are parameters that no boundary owns."""
     if orphans:
         raise Refused(
             f"{len(orphans)} parameters have no owner or no role: {', '.join(orphans[:4])}{', ...' if len(orphans) > 4 else ''}.\n"
             "  No installed family adapter knows this model, and the generic rules don't recognise these.\n"
             "  Give them roles in a family adapter (hook hyperpar_model_families), or insert boundaries for their modules."
         )
-    active = {*axes, *(("ep",) if ep_size > 1 else ())}
-    plain = [_canonical(contract, active) for contract in contracts]
-    for contract in plain:
-        check_layouts(contract, shapes, axes, ep_size)
-    return tuple(with_gradients(contract, axes) for contract in plain)
 
 
 def _canonical(contract: Contract, active: set[str]) -> Contract:

@@ -78,8 +78,12 @@ def meta_model(folder: str | Path, *, dtype: str | torch.dtype = "auto", **confi
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    text = str(folder)
+    hub_id = isinstance(folder, str) and text.count("/") == 1 and not text.startswith((".", "/", "~"))
+    if not Path(folder).exists() and not hub_id:
+        raise CheckpointError(f"{folder}: no such folder here.")
     try:
-        found = AutoConfig.from_pretrained(str(folder), **config)
+        found = AutoConfig.from_pretrained(text, **config)
         chosen = (getattr(found, "dtype", None) or torch.float32) if dtype == "auto" else dtype
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(found, dtype=chosen)

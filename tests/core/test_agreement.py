@@ -132,6 +132,7 @@ def weights(how, differ):
 def test_weights_that_differ_are_refused_when_checked_taken_from_the_first_rank_when_broadcast_and_kept_when_trusted():
     for error, _, _ in pool(4).run(weights, "check", True):
         assert error[0] == "RankMismatch" and "weights differ" in error[1]
+        assert "Seed all ranks alike" in error[1] and 'weights="broadcast"' in error[1]
     for error, differing, same in pool(4).run(weights, "broadcast", True):
         assert error is None and differing == [] and same
     for error, differing, _ in pool(4).run(weights, "trust", True):

@@ -263,11 +263,16 @@ MODELS = {
     "no module": (lambda: "llama", {"tp": 2}, PlanError, "takes a torch.nn.Module, got 'llama'"),
     "a class": (lambda: nn.Linear, {"tp": 2}, PlanError, "takes a torch.nn.Module"),
     "none": (lambda: None, {"tp": 2}, PlanError, "takes a torch.nn.Module, got None"),
-    "no layers": (lambda: nn.Linear(2, 2), {"tp": 2}, Refused, "0 layers and no list"),
+    "layers that nothing knows": (
+        lambda: nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)])}), {"tp": 2}, Refused, "2 parameters have no owner",
+    ),
+    "one module in two places": (lambda: nn.ModuleList([nn.Linear(2, 2)] * 2), {"dp": 2}, Refused, "0 and 1 are one module"),
+    "no layers": (lambda: nn.ModuleDict({"up_proj": nn.Linear(2, 2)}), {"tp": 2}, Refused, "0 layers and no list"),
     "a parameter of its own": (Stray, {"dp": 2}, Refused, "own"),
     "an unknown linear": (lambda: nn.Sequential(nn.Linear(2, 2)), {"dp": 2}, Refused, "0.weight, 0.bias"),
     "layers without a norm": (
-        lambda: nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)])}), {"tp": 2}, Refused, "no final norm",
+        lambda: nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"up_proj": nn.Linear(2, 2)})])}),
+        {"tp": 2}, Refused, "no final norm",
     ),
 }  # fmt: skip
 

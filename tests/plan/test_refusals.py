@@ -8,7 +8,7 @@ import yaml
 from torch.distributed.tensor import Partial, Shard
 
 from hyperpar_core import Override, Overrides, ShardingPlan, apply_plan, build_plan, make_mesh
-from hyperpar_core.errors import HyperparError, OverrideError, PlanError, PluginError, Refused, Refused
+from hyperpar_core.errors import HyperparError, OverrideError, PlanError, PluginError, Refused
 from hyperpar_core.plan.refusals import refuse
 from hyperpar_core.testing import tiny_model
 

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hyperpar_core import apply_plan, build_plan, make_mesh, meta_model, suggest_overrides
+from hyperpar_core.errors import CheckpointError
 from hyperpar_core.testing import pool, tiny_batch, tiny_model
 
 FAMILIES = {  # (family, config): one file or several, tied or not, packed, stacked, renamed, long-rope and other tables
@@ -172,6 +173,18 @@ def test_a_checkpoint_is_read_into_a_meta_model_and_an_optimizer_made_before_it_
     for state, stale, wrong, meta in pool(2).run(resumed, folder, str(tmp_path / "checkpoints")):
         assert state == {"step": 4} and wrong == [] and meta == []
         assert stale[0] == "CheckpointError" and "make the optimizer after them" in stale[1]
+
+
+def test_a_folder_that_isnt_there_is_said_at_once_and_a_name_with_a_slash_may_be_a_hubs(monkeypatch, tmp_path):
+    def asked(name, **options):
+        raise OSError(f"asked for {name}")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", asked)
+    for missing in ("missing-folder", tmp_path / "a" / "b", str(tmp_path / "c"), "./name/of", "a/b/c"):
+        with pytest.raises(CheckpointError, match="no such folder"):
+            meta_model(missing)
+    with pytest.raises(CheckpointError, match="asked for someone/model"):
+        meta_model("someone/model")
 
 
 def refused(folder, into):

@@ -155,6 +155,8 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
         logits_Tn, max_T, sum_T, column_T, mine_T, valid_T = ctx.saved_tensors
+        if isinstance(grad_T, DTensor):  # another term of the loss was computed from the DTensor of logits
+            grad_T = grad_T.full_tensor()
         grad_T = grad_T.masked_fill(~valid_T, 0)
         grad_Tn = (logits_Tn - max_T[:, None]).exp_().mul_((grad_T / sum_T)[:, None])
         if ctx.smoothing:

@@ -50,6 +50,15 @@ def loss_and_gradient(tp, full, call, smoothing=0.0, backwards=1):
     return loss.detach(), all_gather(leaf.grad, -1, mesh, full.shape[-1])
 
 
+def with_another_term(tp, full, labels):
+    """The gathered gradient of the loss and of a term that is computed from the DTensor of logits."""
+    mesh = tp_mesh(tp)
+    leaf, logits = sharded(full, mesh)
+    loss = vocab_parallel_cross_entropy(model=model, tp_mesh=mesh)(logits, labels, full.shape[-1])
+    (loss + 0.1 * logits.logsumexp(-1).pow(2).mean()).backward()
+    return all_gather(leaf.grad, -1, mesh, full.shape[-1])
+
+
 class Recorder(TorchDispatchMode):
     """The collectives that ran, the shapes of all results, and the storages of those with `shape`."""
 
@@ -188,6 +197,14 @@ def test_loss_and_gradient_are_those_of_cross_entropy_on_the_full_logits(tp, voc
     full, labels = logits_and_labels(vocab, dtype, scale)
     call = {"labels": labels, "vocab_size": vocab}
     assert_equals_reference(pool(RANKS).run(loss_and_gradient, tp, full, call, smoothing), full, call, smoothing)
+
+
+def test_another_term_of_the_logits_adds_its_gradient():
+    full, labels = logits_and_labels(11, torch.float64)
+    leaf = full.clone().requires_grad_()
+    (ForCausalLMLoss(leaf, labels, 11) + 0.1 * leaf.logsumexp(-1).pow(2).mean()).backward()
+    for gradient in pool(RANKS).run(with_another_term, 2, full, labels):
+        torch.testing.assert_close(gradient, leaf.grad)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
