@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..collectives.functional import AxisGroup, all_gather, all_reduce, axis_group
 from ..errors import ApplyError, RankMismatch
 from .generated import plain_name
+from .streams import APART
 
 __all__ = ["Checks", "compare_inputs", "compare_replicas"]
 
@@ -54,17 +55,24 @@ def _words(x: Tensor) -> Tensor:
     return ((flat + 0x632BE5AB) * (places * 0x9E3779B1 + 1)).sum()
 
 
-def compare_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: AxisGroup, device: torch.device) -> None:
-    """Raises RankMismatch on every rank of `group` unless all were given equal tensors of whole numbers, and equal shapes of others."""
+def compare_inputs(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], group: AxisGroup, device: torch.device, drawn: int = 0
+) -> None:
+    """Raises RankMismatch on every rank of `group` unless all were given equal tensors of whole numbers, and equal shapes of others.
+    drawn: a random number that they drew; ApplyError where that alone differs."""
     given = [*((str(i), x) for i, x in enumerate(args)), *sorted(kwargs.items())]
     tensors = [(name, x) for name, x in given if isinstance(x, Tensor)]
     shapes = zlib.crc32(repr([(name, tuple(x.shape), str(x.dtype)) for name, x in tensors]).encode())
     whole = [_words(x).to(device) for _, x in tensors if not (x.is_floating_point() or x.is_complex())]
     values = torch.stack(whole).sum() if whole else torch.zeros((), dtype=torch.int64, device=device)
     mine = torch.stack([torch.tensor(shapes, device=device), values])
-    worst = all_reduce(torch.cat([mine, -mine]), group, "max").tolist()
-    if worst[0] == -worst[2] and worst[1] == -worst[3]:
+    sent = torch.cat([mine, mine.new_tensor([drawn])]) if drawn else mine
+    high, low = all_reduce(torch.stack([sent, -sent]), group, "max").tolist()
+    differs = [a != -b for a, b in zip(high, low, strict=True)]
+    if not any(differs):
         return
+    if not any(differs[:2]):
+        raise ApplyError(APART)
     everyone = all_gather(mine.unsqueeze(0), 0, group).tolist()
     resolve: Any = c10d._resolve_process_group  # type: ignore[attr-defined]
     ranks = c10d.get_process_group_ranks(resolve(group.name))

@@ -21,7 +21,7 @@ from .misuse import refuse_trainer
 from .regions import ModelState
 from .router_logits import AuxLoss
 from .share import activate
-from .streams import Streams
+from .streams import Streams, mark, refuse_new_rates
 
 __all__ = ["Root"]
 
@@ -59,13 +59,15 @@ class Root:
         self.known = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
         names = list(inspect.signature(type(model).forward).parameters)
         self.labels_position = names.index("labels") - 1 if "labels" in names else None
-        self.checked = self.watched = False
+        self.checked = self.watched = self.draws = False
+        self.drawn = 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.checked:
             self._check(module)
         if self.held is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.held.check(module)
+        self.drawn = self.streams.draw() if self.streams is not None and self._trains(module) else 0
         if self.checks is not None and not torch.compiler.is_compiling():
             self._run_checks(module, args, kwargs)
         position = self.labels_position
@@ -93,22 +95,37 @@ class Root:
         assert self.checks is not None
         device = next(module.parameters()).device
         if "tp" in self.groups and due(self.checks.inputs, self.forwards, device.type == "cuda"):
-            compare_inputs(args, kwargs, self.groups["tp"], device)
+            compare_inputs(args, kwargs, self.groups["tp"], device, self.drawn)
         if module.training and self.trained and due(self.checks.replicas, self.trained, False):
             compare_replicas(module, self.groups)
         self.forwards += 1
 
+    def _trains(self, module: nn.Module) -> bool:
+        return module.training and not torch.compiler.is_compiling()
+
     def _train(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward, in training with random streams of its own, and the first time watched."""
-        if not module.training or torch.compiler.is_compiling():
+        if not self._trains(module):
             return self._run(module, args, kwargs)
         self.trained += 1
-        with self.streams.forward() if self.streams is not None else nullcontext():
-            self.watched = self.watched or not self.groups or not watchable(module)
-            if self.watched:
-                return self._run(module, args, kwargs)
-            with FirstForward(kwargs.get("num_items_in_batch")) as watch:
-                out = self._run(module, args, kwargs)
+        if self.streams is not None or not self.groups:
+            with self.streams.forward(self.drawn) if self.streams is not None else nullcontext():
+                return self._watch(module, args, kwargs)
+        cuda = next(module.parameters()).is_cuda
+        before, watched = mark(cuda), self.watched
+        out = self._watch(module, args, kwargs)
+        if mark(cuda) != before:
+            refuse_new_rates(module)
+            self.draws = self.draws or not watched  # by something that was watched, and is no dropout
+            self.watched = self.watched and self.draws
+        return out
+
+    def _watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.watched = self.watched or not self.groups or not watchable(module)
+        if self.watched:
+            return self._run(module, args, kwargs)
+        with FirstForward(kwargs.get("num_items_in_batch")) as watch:
+            out = self._run(module, args, kwargs)
         loss = out.get("loss") if isinstance(out, dict) else out[0] if isinstance(out, tuple) and self.state.labels else None
         watch.check(module, loss, self.shares, self.streams is not None)
         self.watched = not self.state.labels or loss is not None

@@ -32,8 +32,13 @@ from ..plan.contract import Contract
 from ..plan.sharding_plan import ShardingPlan
 from .generated import original_forward
 
-__all__ = ["Projection", "Streams", "Switch", "at_boundary", "declares_randomness", "projections", "refuse_layerdrop"]
+__all__ = ["APART", "Projection", "Streams", "Switch", "at_boundary", "declares_randomness", "mark", "projections", "refuse_layerdrop",
+           "refuse_new_rates"]  # fmt: skip
 
+APART = (
+    "the ranks of a tp group draw different random numbers, so dropout would differ where they hold the same values.\n"
+    "  Seed them alike: hyperpar_core.set_seed(seed, mesh)."
+)
 _NAMES = re.compile(r"drop(out|_p|_rate|_prob)?(_|$)|_drop|pdrop|jitter")
 _OWNER_BITS = 16  # of a seed: 0 for the stream that tp ranks share, else one more than the tp rank
 _SEED_BITS = 47
@@ -50,6 +55,16 @@ def declares_randomness(model: nn.Module) -> bool:
     return any(
         positive(m.__dict__) or (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0) for m in model.modules()
     )
+
+
+def refuse_new_rates(model: nn.Module) -> None:
+    """Raises ApplyError where a model that had no dropout as the plan was applied has one now, and drew."""
+    if declares_randomness(model):
+        raise ApplyError(
+            f"{type(model).__name__} draws random numbers in training, and no dropout was above 0 as the plan was applied: a rate was"
+            " raised since, and which ranks draw the same numbers is decided then.\n"
+            "  Set the rate before apply_plan: applied.undo(), and apply the plan anew."
+        )
 
 
 def refuse_layerdrop(model: nn.Module, plan: ShardingPlan) -> None:
@@ -74,6 +89,14 @@ def _mixed(seed: int, place: int) -> int:
 def _generators(cuda: bool) -> list[torch.Generator]:
     own = [torch.default_generator]
     return [*own, torch.cuda.default_generators[torch.cuda.current_device()]] if cuda else own
+
+
+def mark(cuda: bool) -> bytes:
+    """Where torch's default generators stand: another one once something was drawn."""
+    if not cuda:
+        return torch.default_generator.get_state().numpy().tobytes()
+    gpu = torch.cuda.default_generators[torch.cuda.current_device()]
+    return mark(False) + f"{gpu.initial_seed()} {gpu.get_offset()}".encode()
 
 
 @dataclass(frozen=True)
@@ -123,13 +146,16 @@ class Streams:
             return None
         return Switch(zlib.crc32(name.encode()), self.tp.rank + 1 if own else 0, self.cuda)
 
+    def draw(self) -> int:
+        """The number that seeds one forward."""
+        return int(torch.randint(1 << _SEED_BITS, ()))
+
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self, drawn: int) -> Iterator[None]:
         """One forward of the model in training: seeded by one number drawn outside, which goes on as if that were all.
 
-        Raises ApplyError, on every tp rank, where they didn't draw the same number.
+        Raises ApplyError, on every tp rank, where the first ones aren't the same number.
         """
-        drawn = int(torch.randint(1 << _SEED_BITS, ()))
         if not self.compared:
             self._compare(drawn)
         seed = drawn
@@ -150,10 +176,7 @@ class Streams:
         device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
         high, low = all_reduce(torch.tensor([drawn, -drawn], device=device), self.tp, "max").tolist()
         if high != -low:
-            raise ApplyError(
-                "the ranks of a tp group draw different random numbers, so dropout would differ where they hold the same values.\n"
-                "  Seed them alike: hyperpar_core.set_seed(seed, mesh)."
-            )
+            raise ApplyError(APART)
         self.compared = True
 
 

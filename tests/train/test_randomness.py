@@ -198,6 +198,35 @@ def test_tp_ranks_with_different_seeds_are_refused_in_training_on_every_rank():
         assert kind == "ApplyError" and "set_seed" in text and fine
 
 
+def apart_later():
+    applied, _, batch = planned("gpt2", tp=2, config=HALF)
+    set_seed(0, applied.mesh)
+    mine = share(applied, batch)
+    first = raised(lambda: step(applied.model, mine))
+    torch.manual_seed(applied.mesh.get_local_rank())
+    return first, raised(lambda: step(applied.model, mine))
+
+
+def test_tp_ranks_that_are_seeded_apart_after_the_first_forward_are_refused_on_every_rank():
+    for first, (kind, text) in pool(2).run(apart_later):
+        assert first is None and kind == "ApplyError" and "set_seed" in text
+
+
+def raised_rate():
+    applied, _, batch = planned("gpt2", tp=2, config={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
+    mine = share(applied, batch)
+    first = [raised(lambda: step(applied.model, mine)) for _ in range(2)]
+    for module in applied.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+    return first, raised(lambda: step(applied.model, mine))
+
+
+def test_a_dropout_that_is_raised_from_0_after_apply_is_refused_at_the_next_training_forward():
+    for first, (kind, text) in pool(2).run(raised_rate):
+        assert first == [None, None] and kind == "ApplyError" and "was raised since" in text
+
+
 def unchanged(family, config):
     """Whether a forward leaves the caller's random numbers as one in one process would leave them alone."""
     applied, _, batch = planned(family, tp=2, config=config)
