@@ -91,3 +91,49 @@ def test_an_optimizer_that_was_made_too_early_is_refused_at_its_first_step(when,
     for (kind, text), same, late in pool(2).run(early, when, name):
         assert kind == "ApplyError" and f"made before {when}" in text
         assert same and late is None
+
+
+def not_elementwise(family, degrees, ep, make):
+    """(the error of an optimizer's first step, whether the weights are as they were)."""
+    from core_tools import small
+
+    from hyperpar_core import suggest_overrides
+    from hyperpar_core.testing import tiny_batch
+
+    model, mesh = small(family), make_mesh(**degrees)
+    plan = build_plan(model, mesh, ep_size=ep, overrides=suggest_overrides(model, mesh, ep_size=ep))
+    applied = apply_plan(model, plan, mesh)
+    step(model, share(applied, tiny_batch(model, batch=2, seq=8)))
+    if make == "transformers":
+        from transformers.optimization import Adafactor
+
+        optimizer = Adafactor(model.parameters(), lr=1e-2, relative_step=False)
+    elif make == "Muon":
+        inside = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+        optimizer = torch.optim.Muon(inside, lr=1e-2)
+    else:
+        optimizer = getattr(torch.optim, make)(model.parameters(), lr=1e-2)
+    before = [p.detach().clone() for p in model.parameters()]
+    error = raised(lambda: optimizer.step(lambda: torch.zeros(())) if make == "LBFGS" else optimizer.step())
+    return error, all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "degrees", "ep", "make", "text"),
+    [
+        ("phi3", {"tp": 2}, 1, "Muon", "qkv_proj.weight is held in sections"),
+        ("llama", {"tp": 2}, 1, "Adafactor", "whole rows"),
+        ("olmoe", {"dp": 2}, 2, "Adafactor", "whole rows"),
+        ("llama", {"dp": 2}, 1, "transformers", "whole rows"),
+        ("olmoe", {"dp": 2}, 2, "LBFGS", "several meshes"),
+    ],
+)
+def test_an_optimizer_that_is_not_elementwise_is_refused_where_a_plan_would_change_what_it_computes(family, degrees, ep, make, text):
+    for (kind, said), same in pool(2).run(not_elementwise, family, degrees, ep, make):
+        assert kind == "ApplyError" and text in said and same
+
+
+@pytest.mark.parametrize(("family", "make"), [("llama", "Muon"), ("phi3", "LBFGS"), ("phi3", "AdamW")])
+def test_the_others_step(family, make):
+    for error, same in pool(2).run(not_elementwise, family, {"tp": 2}, 1, make):
+        assert error is None and (not same or make == "LBFGS")
