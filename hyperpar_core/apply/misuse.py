@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
+
+from torch import Tensor, nn
 
 from ..errors import ApplyError
 
-__all__ = ["refuse_ddp", "refuse_resize", "refuse_save", "refuse_trainer"]
+__all__ = ["refuse_ddp", "refuse_meta", "refuse_resize", "refuse_save", "refuse_trainer"]
 
 
 def refuse_resize(*args: Any, **kwargs: Any) -> Any:
@@ -24,6 +27,16 @@ def refuse_save(*args: Any, **kwargs: Any) -> Any:
         "save_pretrained on a planned model: this rank holds parts of the parameters.\n"
         "  Call applied.save_pretrained(folder) on every rank: whole tensors, a folder that plain transformers loads."
     )
+
+
+def refuse_meta(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises ApplyError where a batch meets parameters that are still on the meta device."""
+    empty = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    if empty and any(isinstance(v, Tensor) and v.device.type != "meta" for v in (*args, *kwargs.values())):
+        raise ApplyError(
+            f"a forward of a model whose weights aren't there yet: {len(empty)} parameters are on the meta device (first: {empty[0]}).\n"
+            "  Call applied.load_pretrained(folder) on every rank first."
+        )
 
 
 def refuse_trainer() -> None:

@@ -17,7 +17,7 @@ from .cut_input import CutInput
 from .first_forward import FirstForward, watchable
 from .generated import original_forward, plain_name
 from .held import Held
-from .misuse import refuse_trainer
+from .misuse import refuse_meta, refuse_trainer
 from .regions import ModelState
 from .router_logits import AuxLoss
 from .share import activate
@@ -64,6 +64,7 @@ class Root:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.checked:
+            refuse_meta(module, args, kwargs)
             self._check(module)
         if self.held is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.held.check(module)

@@ -187,6 +187,20 @@ def test_a_folder_that_isnt_there_is_said_at_once_and_a_name_with_a_slash_may_be
         meta_model("someone/model")
 
 
+def forward_without_weights(folder):
+    mesh, model = make_mesh(tp=2), meta_model(folder)
+    applied = apply_plan(model, build_plan(model, mesh), mesh)
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    error = raised(lambda: model(input_ids=ids))
+    applied.load_pretrained(folder)
+    return error, bool(model(input_ids=ids).logits.isfinite().all())
+
+
+def test_a_forward_on_the_meta_device_says_that_the_weights_are_to_be_loaded(tmp_path):
+    for error, finite in pool(2).run(forward_without_weights, folder_of(tmp_path / "a", "llama")):
+        assert error[0] == "ApplyError" and "applied.load_pretrained(folder)" in error[1] and finite
+
+
 def refused(folder, into):
     """(error of reading `folder` into the meta model of `into`, whether it is still on the meta device)."""
     model = meta_model(into)
