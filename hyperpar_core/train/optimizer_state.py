@@ -18,6 +18,7 @@ __all__ = ["States", "apply", "as_list", "collect", "restore"]
 
 States = list[tuple[Optimizer, dict[Tensor, dict[str, Any]]]]  # an optimizer's state to be: {parameter: {key: value}}
 _NAMES = ("params", "param_names")  # of a group: what it holds, not how it is stepped
+_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # what schedulers add to a group
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
@@ -41,10 +42,10 @@ def _places(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, Plac
     return found
 
 
-def _groups(optimizers: Sequence[Optimizer], where: Mapping[int, Place]) -> list[tuple[dict[str, Any], list[str]]]:
-    """[(group, the original names of its parameters)]."""
+def _groups(optimizers: Sequence[Optimizer], where: Mapping[int, Place]) -> list[tuple[dict[str, Any], list[str], str]]:
+    """[(group, the original names of its parameters, the class of its optimizer)]."""
     return [
-        (group, list(dict.fromkeys(where[id(p)].name for p in group["params"])))
+        (group, list(dict.fromkeys(where[id(p)].name for p in group["params"])), type(optimizer).__qualname__)
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]
@@ -84,9 +85,10 @@ def collect(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[dict[str
     groups = [
         {
             "parameters": sorted(names),
+            "optimizer": kind,
             "options": {k: encode(v, f"group {i}[{k!r}]") for k, v in group.items() if k not in _NAMES},
         }
-        for i, (group, names) in enumerate(_groups(optimizers, where))
+        for i, (group, names, kind) in enumerate(_groups(optimizers, where))
     ]
     tensors = {
         label: WholeTensor(label, shape, dtype, tuple(parts[label])) for label, (shape, dtype) in first.items()
@@ -161,18 +163,18 @@ def _like(now: Any, value: Any, parameter: Tensor, key: str, optimizer: Optimize
 
 
 def _matched(
-    now: Sequence[tuple[dict[str, Any], list[str]]], saved: Sequence[Mapping[str, Any]]
+    now: Sequence[tuple[dict[str, Any], list[str], str]], saved: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """The saved options of each group of now, matched by the parameters' names."""
     of_name = {name: i for i, group in enumerate(saved) for name in group["parameters"]}
-    have = {name for _, names in now for name in names}
+    have = {name for _, names, _ in now for name in names}
     lost = sorted(set(of_name) - have)
     if lost:
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(lost)} parameters that this one lacks: {', '.join(lost[:3])}."
         )
     result = []
-    for number, (_, names) in enumerate(now):
+    for number, (group, names, kind) in enumerate(now):
         new = sorted(name for name in names if name not in of_name)
         if new:
             raise CheckpointError(
@@ -185,6 +187,25 @@ def _matched(
                 f"group {number} of the optimizer holds {a} and {b}, which were in groups {groups[0]} and {groups[1]} when it was saved;\n"
                 "  make the groups as they were."
             )
+        if groups:
+            _require_kind(number, group, kind, saved[groups[0]])
         options = saved[groups[0]]["options"] if groups else {}
         result.append({key: decode(value) for key, value in options.items()})
     return result
+
+
+def _require_kind(number: int, group: Mapping[str, Any], kind: str, saved: Mapping[str, Any]) -> None:
+    """CheckpointError where another class of optimizer saved a group; without a class, where its options have other names."""
+    if "optimizer" in saved:
+        if saved["optimizer"] != kind:
+            raise CheckpointError(
+                f"group {number} is of {kind}, and was saved by {saved['optimizer']}, whose state means something else.\n"
+                f"  Load with {saved['optimizer']}, or without an optimizer."
+            )
+        return
+    other = sorted(((set(group) - {*_NAMES}) ^ set(saved["options"])) - _SCHEDULERS)
+    if other:
+        raise CheckpointError(
+            f"group {number} is of {kind}, and was saved by another class of optimizer: only one of them has {', '.join(other[:4])}.\n"
+            "  Load with the class that saved it, or without an optimizer."
+        )

@@ -285,6 +285,41 @@ def test_what_doesnt_fit_is_one_error_on_every_rank_and_changes_nothing(tmp_path
             assert kind == "CheckpointError" and text in said and len(said.splitlines()) <= 8, (case, said)
 
 
+def another_class(folder, old):
+    """{class: the error of loading what AdamW saved}; `old`: from a checkpoint that doesn't say what saved it."""
+    applied = planned(numbered("llama"), {"tp": 2})
+    scheduled = adam_of(applied.model)
+    torch.optim.lr_scheduler.LambdaLR(scheduled, lambda step: 1.0)
+    applied.save_checkpoint(folder, scheduled, step=1)
+    dist.barrier()
+    if old and dist.get_rank() == 0:
+        path = Path(folder, "step_00000001", "checkpoint.json")
+        index = json.loads(path.read_text())
+        for group in index["optimizer"]["groups"]:
+            del group["optimizer"]
+        path.write_text(json.dumps(index))
+    dist.barrier()
+    found = {}
+    for name in ("AdamW", "Adam", "SGD"):
+        optimizer = getattr(torch.optim, name)(applied.model.parameters(), lr=0.5)
+        found[name] = raised(lambda optimizer=optimizer: applied.load_checkpoint(folder, optimizer))
+        assert found[name] is None or (not optimizer.state and optimizer.param_groups[0]["lr"] == 0.5)
+    return found
+
+
+def test_state_that_another_class_of_optimizer_saved_is_refused(tmp_path):
+    for found in pool(2).run(another_class, str(tmp_path), False):
+        assert found["AdamW"] is None
+        for name in ("Adam", "SGD"):
+            kind, text = found[name]
+            assert kind == "CheckpointError" and f"group 0 is of {name}, and was saved by AdamW" in text
+
+
+def test_a_checkpoint_that_does_not_say_what_saved_it_is_judged_by_the_names_of_options(tmp_path):
+    for found in pool(2).run(another_class, str(tmp_path), True):
+        assert found["AdamW"] is None and found["SGD"][0] == "CheckpointError" and "only one of them has" in found["SGD"][1]
+
+
 def stale_optimizer(folder):
     applied = planned(numbered("llama"), {"dp": 2})
     optimizer = torch.optim.AdamW(applied.model.parameters())
