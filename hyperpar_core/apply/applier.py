@@ -37,7 +37,7 @@ from .meshes import axis_groups, submesh
 from .misuse import refuse_resize, refuse_save
 from .parameters import BoundView, SharedSlice, distribute, gradient_placements, held_placements, pieces
 from .regions import BoundStep, ModelState, Region
-from .root import Root
+from .root import Root, Stack
 from .router_logits import AuxLoss, RouterLogits
 from .streams import Streams, at_boundary, declares_randomness, projections, refuse_layerdrop
 from .validate import ParameterView, Validation, raise_mismatch, register_attention, sees_local
@@ -110,6 +110,7 @@ class _Installer:
             for contract in sorted(self.plan.boundaries, key=lambda c: -c.fqn.count(".")):
                 self._wrap(contract, computes[contract.fqn])
             self._wrap_routers()
+            self._wrap_stack()
             self._wrap_root()
             self._install_loss()
         except BaseException:
@@ -361,7 +362,7 @@ class _Installer:
         aux = AuxLoss(prod(self.groups[axis].ranks for axis in ("dp", "cp") if axis in self.groups))
         state.run = Root(
             self.model, self.state, self.plan.sequence_parallel, shares, state.run, aux, cut, self.streams, self.checks, self.groups,
-            self.held,
+            self.held, "dp" in self.groups and self.plan.ep_size * self.groups["dp"].ranks > self.mesh.size(),
         )  # fmt: skip
 
     def _wrap_routers(self) -> None:
@@ -375,6 +376,13 @@ class _Installer:
         partial = any(computes_on_parts(c, "tp") for c in blocks)
         state = self._state(self.model.get_submodule(layers[0].rpartition(".")[0].rpartition(".")[0]), runs=True)
         state.run = RouterLogits(state.run, self.groups, tokens, partial)
+
+    def _wrap_stack(self) -> None:
+        layers = find_structure(self.model).layers
+        base = layers[0].rpartition(".")[0].rpartition(".")[0] if layers else ""
+        if base and self.plan.sequence_parallel:
+            state = self._state(self.model.get_submodule(base), runs=True)
+            state.run = Stack(state.run)
 
 
 def _info(text: str) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from .generation import in_step
 from .misuse import refuse_ddp
 
 __all__ = ["STATE", "ModuleState", "generated_class", "original_forward", "plain_name", "state_of"]
@@ -158,6 +159,14 @@ def generated_class(base: type, names: tuple[str, ...], runs: bool) -> type:
             return self.__dict__[STATE].run(self, args, kwargs)
 
         members["forward"] = forward
+        if hasattr(base, "generate"):
+
+            @functools.wraps(base.generate)
+            def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                synced = getattr(self.__dict__[STATE].run, "synced", False)
+                return base.generate(self, *args, **(in_step(kwargs) if synced else kwargs))
+
+            members["generate"] = generate
 
     def __reduce_ex__(self: Any, protocol: int) -> Any:
         state: Any = super(cls, self).__reduce_ex__(protocol)

@@ -23,7 +23,7 @@ from .router_logits import AuxLoss
 from .share import activate
 from .streams import Streams, mark, refuse_new_rates
 
-__all__ = ["Root"]
+__all__ = ["Root", "Stack"]
 
 
 class Root:
@@ -35,6 +35,7 @@ class Root:
     streams: what the model draws its random numbers from, where it draws any.
     checks: what is checked beside the forward, over groups {axis: its ranks}.
     held: notices parameters of the plan that were replaced.
+    synced: whether dp slices wait for each other in every forward, so that generate() has to keep them in step.
     """
 
     def __init__(
@@ -50,11 +51,12 @@ class Root:
         checks: Checks | None = None,
         groups: Mapping[str, AxisGroup] | None = None,
         held: Held | None = None,
+        synced: bool = False,
     ) -> None:
         self.state, self.sequence_parallel, self.shares, self.region = state, sequence_parallel, shares, region
         self.cut, self.aux = cut, aux
         self.streams, self.checks, self.groups = streams, checks, dict(groups or {})
-        self.held = held
+        self.held, self.synced = held, synced
         self.forwards, self.trained = 0, 0  # how many forwards, and how many of them in training
         self.known = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
         names = list(inspect.signature(type(model).forward).parameters)
@@ -75,11 +77,8 @@ class Root:
         labels = kwargs.get("labels")
         if labels is None and position is not None and position < len(args):
             labels = args[position]
-        if self.sequence_parallel and _asked(module, kwargs, "output_hidden_states"):
-            raise ApplyError(
-                "output_hidden_states under sequence parallel: each rank would get its own part of the sequence.\n"
-                "  Plan with sequence_parallel=False, or take the last hidden states, which are whole."
-            )
+        if self.sequence_parallel:
+            _refuse_hidden_states(module, kwargs)
         if labels is not None and self.shares and kwargs.get("num_items_in_batch") is None:
             raise ApplyError(
                 f"labels without num_items_in_batch, and the batch is split over {' x '.join(self.shares)}: the loss would be this rank's"
@@ -157,6 +156,25 @@ def refuse_save(*args: Any, **kwargs: Any) -> Any:
         "save_pretrained on a planned model: this rank holds parts of the parameters.\n"
         "  Call applied.save_pretrained(folder) on every rank: whole tensors, a folder that plain transformers loads."
     )
+
+
+class Stack:
+    """Runs around the base model, the one that holds the decoder layers, which may be called on its own under sequence parallel."""
+
+    def __init__(self, inner: Callable[..., Any] | None) -> None:
+        self.inner = inner
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _refuse_hidden_states(module, kwargs)
+        return original_forward(module, *args, **kwargs) if self.inner is None else self.inner(module, args, kwargs)
+
+
+def _refuse_hidden_states(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    if _asked(module, kwargs, "output_hidden_states"):
+        raise ApplyError(
+            "output_hidden_states under sequence parallel: each rank would get its own part of the sequence.\n"
+            "  Plan with sequence_parallel=False, or take the last hidden states, which are whole."
+        )
 
 
 def _asked(module: nn.Module, kwargs: dict[str, Any], flag: str) -> bool:

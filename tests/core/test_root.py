@@ -57,7 +57,7 @@ def test_labels_without_a_global_count_are_refused_where_the_core_sums_over_dp(d
         assert not refused or (error[0] == "ApplyError" and "num_items_in_batch" in error[1])
 
 
-def hidden_states(sequence_parallel, how):
+def hidden_states(sequence_parallel, how, base=False):
     applied, single, batch = planned("llama", tp=2, seq=9, sequence_parallel=sequence_parallel, config={"num_hidden_layers": 2})
     ids, options = {"input_ids": batch["input_ids"]}, {}
     if how == "config":
@@ -65,18 +65,20 @@ def hidden_states(sequence_parallel, how):
     else:
         options["output_hidden_states"] = True
     kept = []
-    error = raised(lambda: kept.append(applied.model(**ids, **options).hidden_states))
+    called = applied.model.model if base else applied.model
+    error = raised(lambda: kept.append(called(**ids, **options).hidden_states))
     if error:
         return error
-    expected = single(**ids, output_hidden_states=True).hidden_states
+    expected = (single.model if base else single)(**ids, output_hidden_states=True).hidden_states
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(kept[0], expected, strict=True))
 
 
+@pytest.mark.parametrize("base", [False, True], ids=["model", "base model"])
 @pytest.mark.parametrize("how", ["argument", "config"])
-def test_hidden_states_of_every_layer_are_refused_under_sequence_parallel_and_whole_without(how):
-    for kind, text in pool(2).run(hidden_states, True, how):
+def test_hidden_states_of_every_layer_are_refused_under_sequence_parallel_and_whole_without(how, base):
+    for kind, text in pool(2).run(hidden_states, True, how, base):
         assert kind == "ApplyError" and "output_hidden_states" in text
-    assert max(pool(2).run(hidden_states, False, how)) < 1e-5
+    assert max(pool(2).run(hidden_states, False, how, base)) < 1e-5
 
 
 def attentions(sequence_parallel, seq):

@@ -50,6 +50,26 @@ def test_greedy_generation_with_a_cache_gives_the_tokens_of_one_process(plan, pa
         assert same and length > 5
 
 
+def uneven(degrees, ep, **options):
+    """(this slice's tokens, those of one process) where the prompts, and where they end, differ over dp."""
+    applied, single, _ = planned_for_generation("qwen3_moe", degrees, ep)
+    slice_ = applied.data_parallel_rank
+    ids = torch.arange(3, 6 + 3 * slice_).unsqueeze(0)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, "max_new_tokens": 3 + 4 * slice_, **options}
+    refused = raised(lambda: applied.model.generate(ids, synced_gpus=False, **options))
+    return refused, applied.model.generate(ids, **options).tolist(), single.generate(ids, **options).tolist()
+
+
+@pytest.mark.parametrize(("degrees", "ep"), [({"dp": 2}, 2), ({"dp": 2, "tp": 2}, 4)], ids=str)
+@pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
+def test_slices_that_share_experts_may_end_at_different_lengths(degrees, ep, cache):
+    ranks = pool(torch.tensor(list(degrees.values())).prod().item())
+    results = ranks.run(uneven, degrees, ep, use_cache=cache, timeout=60)
+    assert len({len(ours[0]) for _, ours, _ in results}) == 2
+    for (kind, text), ours, one in results:
+        assert ours == one and kind == "ApplyError" and "synced_gpus" in text
+
+
 def sampled(degrees, ep, seed):
     applied, _, ids = planned_for_generation("qwen3_moe", degrees, ep)
     set_seed(seed, applied.mesh)
