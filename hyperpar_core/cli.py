@@ -37,7 +37,8 @@ MESH, FIGURES = "Mesh", "Bytes and memory"  # groups of options in --help
 Model = Annotated[
     str,
     typer.Argument(
-        help="a transformers family, a config file or folder, a checkpoint folder, or module:function",
+        help="a config file or folder or a checkpoint folder, which wins over a family of the same name; a transformers family; or"
+        " module:function",
         metavar="MODEL",
         show_default=False,
     ),

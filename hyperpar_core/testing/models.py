@@ -18,14 +18,14 @@ __all__ = ["meta_model", "model_from"]
 def model_from(spec: str, dtype: torch.dtype = torch.float32) -> Any:
     """The model that `spec` names, in train mode, the same in every process.
 
-    spec is a transformers family (its tiny version), a config file or folder (random weights), a checkpoint folder, or
-    module:function (called without arguments). Weights that aren't a checkpoint's are jittered. Raises HyperparError
-    when it is none of these.
+    spec is a config file or folder (random weights), a checkpoint folder, a transformers family (its tiny version) where there is no
+    file or folder of that name, or module:function (called without arguments). Weights that aren't a checkpoint's are
+    jittered. Raises HyperparError when it is none of these.
     """
     torch.manual_seed(0)
-    if spec in families(include_excluded=True):
-        return tiny_model(spec, dtype)
     path = Path(spec)
+    if not path.exists() and spec in families(include_excluded=True):
+        return tiny_model(spec, dtype)
     if path.is_dir() and (any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))):
         return AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype).train()
     model = (

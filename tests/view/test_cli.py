@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hyperpar_core import Overrides, ShardingPlan, build_plan, cli
 from hyperpar_core.cli import app
 from hyperpar_core.testing import tiny_config, tiny_model
-from hyperpar_core.testing.models import meta_model
+from hyperpar_core.testing.models import meta_model, model_from
 
 DONE, DIFFERENT, USAGE, REFUSED = 0, 1, 2, 3
 
@@ -198,3 +198,10 @@ def test_the_tiny_and_the_whole_model_of_a_family_are_two_things():
     assert sum(p.numel() for p in meta_model("llama").parameters()) > 1000 * sum(
         p.numel() for p in tiny_model("llama").parameters()
     )
+
+
+def test_a_folder_wins_over_the_family_of_its_name(tmp_path, monkeypatch):
+    tiny_config("llama", num_hidden_layers=1).save_pretrained(tmp_path / "llama")
+    monkeypatch.chdir(tmp_path)
+    for make in (meta_model, model_from):
+        assert make("llama").config.num_hidden_layers == 1
