@@ -204,7 +204,7 @@ class Applied:
         return record_steps(self.model, self.plan, self.mesh, self.expert_mesh, statistics=statistics, show=show)
 
     def undo(self) -> nn.Module:
-        """Takes the plan off: the model with whole parameters, as trained so far. Every rank calls it."""
+        """Takes the plan off: the model with whole parameters, as trained so far, and no gradients. Every rank calls it."""
         installed = self._live()
         if any(isinstance(module, FSDPModule) for module in self.model.modules()):
             raise ApplyError("undo() after fully_shard: FSDP can't be taken off a model; save it, and load it anew.")
