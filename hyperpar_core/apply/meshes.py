@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from ..collectives.functional import AxisGroup, axis_group
 from ..errors import ApplyError
@@ -48,11 +49,20 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None 
         )
     active = {axis: size for axis, size in degrees.items() if size > 1} or {"dp": 1}
     key = (device_type, tuple(active.items()))
-    job, mesh = _made.get(key, (None, None))
-    if mesh is None or job is not dist.group.WORLD:  # the same degrees in the same job share their communicators
+    if any(job is not dist.group.WORLD for job, _ in _made.values()):
+        _forget_meshes()
+    _, mesh = _made.get(key, (None, None))
+    if mesh is None:  # the same degrees in the same job share their communicators
         mesh = init_device_mesh(device_type, tuple(active.values()), mesh_dim_names=tuple(active))
         _made[key] = (dist.group.WORLD, mesh)
     return mesh
+
+
+def _forget_meshes() -> None:
+    """Drops what torch and we keep of the meshes of a job whose process groups are destroyed. torch labels a DTensor from a cache
+    in which equal meshes are one: in the next job of this process it would hand out groups that are gone."""
+    _made.clear()
+    _clear_sharding_prop_cache()
 
 
 def _join(backend: str) -> None:

@@ -322,6 +322,8 @@ def _serve(
             if job.generation != generation:
                 if dist.is_initialized():
                     dist.destroy_process_group()
+                    # torch labels DTensors from a cache in which equal meshes are one: groups that are gone would come back
+                    importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
                 prefixed = PrefixStore(str(job.generation), store)
                 limit = timedelta(seconds=GROUP_TIMEOUT)
                 dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=limit)

@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+import torch.distributed as dist
 from core_tools import planned, share, step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRMSNorm
 
-from hyperpar_core import Override, original_forward
+from hyperpar_core import Override, make_mesh, original_forward
 from hyperpar_core.apply import generated
 from hyperpar_core.testing import pool
 
@@ -155,3 +156,11 @@ def twice_the_same_mesh():
 
 def test_a_gradient_lies_on_its_parameters_own_mesh_not_on_an_equal_one_of_an_earlier_job():
     assert pool(2).run(twice_the_same_mesh) == [[True, True]] * 2
+
+
+def test_the_meshes_of_a_job_that_ended_are_forgotten_by_torch_too():
+    for _ in range(2):
+        mesh = make_mesh()
+        parameter = nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Replicate()]))
+        assert parameter.device_mesh is mesh
+        dist.destroy_process_group()
