@@ -31,11 +31,13 @@ def check_cuts(derived: Contract, contract: Contract, shapes: Mapping[str, tuple
     """OverrideError unless `contract`, merged over `derived`, cuts its weights over tp as derived and takes and yields what was derived,
     or holds them all whole and yields what it takes.
 
-    A boundary with an injection, with other parameters than derived, or that cuts where nothing was derived to be cut is left to
-    check_plan.
+    A boundary with an injection, with other parameters or handlers than derived, or that cuts where nothing was derived to be cut is
+    left to check_plan.
     """
     fields = ("params", "in_dst", "out_src")
     if derived.injects or contract.injects or set(derived.params) != set(contract.params):
+        return
+    if contract.special_handlers and contract.special_handlers != derived.special_handlers:
         return
     if not contract.out_src or all(_over_tp(derived, f, shapes) == _over_tp(contract, f, shapes) for f in fields):
         return
