@@ -94,7 +94,9 @@ class _Installer:
         self.core_dp = core_dp
         self.journal = Journal()
         self.state = ModelState(report)
-        self.streams = self._streams()
+        streams = self._streams()
+        self.real = report is None  # fake tensors draw no numbers
+        self.streams = streams if self.real else None
         self.parameters: dict[str, tuple[nn.Parameter, tuple[Any, ...]]] = {}
         self.gradients: dict[int, tuple[Any, ...]] = {}  # {id of a DTensor parameter: placements of its gradient}
         self.original_names = {
@@ -360,9 +362,10 @@ class _Installer:
         shares = tuple(axis for axis in self.groups if axis == "cp" or (axis == "dp" and self.core_dp))
         cut = CutInput(self.model, self.groups["cp"], self.plan.cp_order) if "cp" in self.groups else None
         aux = AuxLoss(prod(self.groups[axis].ranks for axis in ("dp", "cp") if axis in self.groups))
+        synced = "dp" in self.groups and self.plan.ep_size * self.groups["dp"].ranks > self.mesh.size()
         state.run = Root(
-            self.model, self.state, self.plan.sequence_parallel, shares, state.run, aux, cut, self.streams, self.checks, self.groups,
-            self.held, "dp" in self.groups and self.plan.ep_size * self.groups["dp"].ranks > self.mesh.size(),
+            self.model, self.state, self.plan.sequence_parallel, shares, state.run, aux, cut, self.streams, self.checks,
+            self.groups if self.real else {}, self.held, synced,
         )  # fmt: skip
 
     def _wrap_routers(self) -> None:

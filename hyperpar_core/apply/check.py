@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..errors import ApplyError, HyperparError
@@ -79,7 +80,7 @@ class CheckReport:
 def check_plan(
     plan: ShardingPlan, model: nn.Module, *, world_size: int | None = None, batch: int = 1, sequence: int | None = None
 ) -> CheckReport:
-    """Proves `plan` for `model` (real or meta; untouched) over `world_size` fake ranks, by default as many as the plan's axes.
+    """Proves `plan` for `model` (real or meta; untouched) over `world_size` fake ranks, by default as many as its axes and experts need.
 
     batch, sequence: tokens of the fake input [batch, sequence]; by default one row of 8 tokens for each rank that cuts it.
     Runs in one process, outside any job: ApplyError where a process group is there already.
@@ -92,7 +93,7 @@ def check_plan(
     ranks = 1
     for size in plan.sizes.values():
         ranks *= size
-    world = ranks if world_size is None else world_size
+    world = math.lcm(ranks, plan.ep_size) if world_size is None else world_size
     if world % ranks:
         raise ApplyError(f"check_plan: world_size={world} is no multiple of the plan's {ranks} ranks.")
     problems: list[Problem] = []
@@ -104,7 +105,7 @@ def check_plan(
 
     small, small_plan, names = _representatives(model, plan)
     where = ""
-    fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_tensors = _FakeTensors(allow_non_fake_inputs=True)
     with _fake_job(world):
         active = {axis: n for axis, n in {"dp": world // ranks, **plan.sizes}.items() if n > 1} or {"dp": 1}
         mesh = init_device_mesh("cpu", tuple(active.values()), mesh_dim_names=tuple(active))
@@ -126,6 +127,24 @@ def check_plan(
     found = tuple(replace(p, fqn=_original(p.fqn, names)) for p in problems)
     total = len(find_structure(model).layers)
     return CheckReport(found, world, (len(names) or total, total), boxes, time.perf_counter() - start)
+
+
+class _FakeTensors(FakeTensorMode):
+    """Where a model's own code asks for values, which fake tensors don't have, they are 0, and the entries that aren't 0 are one: an
+    expert that is picked, a token that it gets. Placements don't depend on how many there are."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            return False if args[0].dtype is torch.bool else 0.0 if args[0].dtype.is_floating_point else 0
+        except DynamicOutputShapeException:
+            if func is not torch.ops.aten.nonzero.default:
+                raise
+            with self:
+                return torch.empty(1, args[0].ndim, dtype=torch.long, device=args[0].device)
 
 
 @contextmanager

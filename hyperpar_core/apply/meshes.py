@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from typing import Any
 
@@ -26,7 +27,8 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None 
     """The mesh (dp, cp, tp) over all ranks of the job, axes of size 1 left out; every rank calls it.
 
     Starts the process group where none is: from torchrun's environment, or, without it, for this one process alone. A mesh of one
-    process keeps the axis dp. device_type: "cuda" where it is available, else "cpu".
+    process keeps the axis dp. device_type: "cuda" where it is available, else "cpu". A gloo group that it started is destroyed when the
+    process ends.
     """
     degrees = {"dp": dp, "cp": cp, "tp": tp}
     for axis, size in degrees.items():
@@ -41,6 +43,8 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None 
             _join(backend)
         else:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        if backend == "gloo":  # its threads may otherwise abort a process that ends; nccl's end waits for kernels, which a failed job can't
+            atexit.register(_leave, dist.group.WORLD)
     world = dist.get_world_size()
     if dp * cp * tp != world:
         raise ApplyError(
@@ -56,6 +60,12 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None 
         mesh = init_device_mesh(device_type, tuple(active.values()), mesh_dim_names=tuple(active))
         _made[key] = (dist.group.WORLD, mesh)
     return mesh
+
+
+def _leave(job: Any) -> None:
+    """Destroys the process group, where it is still the one that make_mesh started."""
+    if dist.is_initialized() and dist.group.WORLD is job:
+        dist.destroy_process_group()
 
 
 def _forget_meshes() -> None:

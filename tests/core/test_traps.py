@@ -2,6 +2,8 @@
 
 import copy
 import io
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -266,3 +268,30 @@ def frozen_base(sequence_parallel):
 def test_parameters_that_were_frozen_before_the_plan_stay_so_and_thaw_rightly(sp):
     for errors in pool(2).run(frozen_base, SP[sp]):
         assert max(errors)[0] < 1e-5, errors
+
+
+# ---- the end of a process
+
+ENDING = """
+import atexit, torch.distributed as dist
+atexit.register(lambda: print("left" if not dist.is_initialized() else "still in"))
+from hyperpar_core import make_mesh
+{before}
+make_mesh(device_type="cpu")
+{after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "end"),
+    [
+        ("", "", "left"),
+        ("", "dist.destroy_process_group()", "left"),
+        ("dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)", "", "still in"),
+    ],
+    ids=["ends", "destroyed by the script", "started by the script"],
+)
+def test_a_gloo_group_that_make_mesh_started_is_destroyed_when_the_process_ends(before, after, end):
+    script = ENDING.format(before=before, after=after)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, end), done.stderr

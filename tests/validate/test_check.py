@@ -69,6 +69,21 @@ def test_one_corrupted_contract_is_reported_at_its_boundary(fqn: str, fields: di
     assert report.problems[0].fqn == fqn and text in report.problems[0].what, report.text()
 
 
+def test_a_model_with_dropout_passes() -> None:
+    model = tiny_model("llama", attention_dropout=0.1)
+    report = check_plan(build_plan(model, {"tp": 2}), model)
+    assert report.ok, report.text()
+
+
+def test_experts_that_look_at_which_token_goes_where_are_followed_and_a_fault_is_reported() -> None:
+    model = tiny_model("dbrx")
+    plan = build_plan(model, {"tp": 2}, sequence_parallel=False)
+    assert check_plan(plan, model).ok
+    fault = _with(plan, "transformer.blocks.1.ffn", out_src={"output": {"tp": Replicate()}})
+    report = check_plan(fault, model)
+    assert [p.fqn for p in report.problems] == ["transformer.blocks.1.ffn"], report.text()
+
+
 def test_the_model_is_untouched() -> None:
     model = tiny_model("qwen3")
     before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
