@@ -179,11 +179,9 @@ class _Convert(torch.autograd.Function):
             if grad_op in ("all_gather", "all_to_all") and op in ("shard", "reduce_scatter", "all_to_all")
             else None
         )
-        if op == "identity":
-            # A view made here would refuse later in-place operators (a router's input jitter), and a hook on a plain view is lost to
-            # them. Detached, it is the same memory under the same version counter.
-            return x.detach()
-        return _collect(op, x, group, src_dim, dst_dim, size)
+        # A view made here would refuse later in-place operators (a router's input jitter, a sum of experts), and a hook on a plain view
+        # is lost to them. Detached, it is the same memory under the same version counter.
+        return _collect(op, x, group, src_dim, dst_dim, size).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

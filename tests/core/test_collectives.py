@@ -169,6 +169,31 @@ def test_an_identity_boundary_allows_in_place_operators_and_costs_nothing_withou
         assert gradient == [9.0] * 3 and same and not requires
 
 
+def changed_in_place(ranks):
+    """Every row of the table on one sequence, even and uneven, whose result is flattened and changed in place."""
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))["tp"]
+    group = functional.axis_group(mesh)
+    for length in (2 * ranks, 2 * ranks - 1):
+        for src, dst in ((S(1), R), (P, R), (P, S(1)), (R, S(1)), (S(1), S(2)), (R, P)):
+            whole = whole_numbers((1, length, ranks), torch.float32, 1)
+            x = held(whole, src, ranks, group.rank, 2).requires_grad_()
+            step = lower(Transition("tp", src, dst, gradient_placement(dst), gradient_placement(src)))
+            size = length if src == S(1) else None
+            out = (step(x, group, size) if size else step(x, group)).flatten(0, 1)
+            out *= 2
+            out.sum().backward()
+            yield tuple(x.grad.unique().tolist())
+
+
+def changed_everywhere(ranks):
+    return list(changed_in_place(ranks))
+
+
+def test_what_a_step_yields_can_be_changed_in_place_as_blocks_do():
+    for gradients in pool(2).run(changed_everywhere, 2):
+        assert gradients == [(2.0,)] * 12
+
+
 # ---- the algebra of the table, on simulated ranks
 
 
