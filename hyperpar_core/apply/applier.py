@@ -23,6 +23,7 @@ from ..plan.build import find_family
 from ..plan.contract import Contract
 from ..plan.gradients import computes_on_parts
 from ..plan.sharding_plan import ShardingPlan
+from ..plan.shared_experts import block_of
 from ..plan.stacks import as_held
 from ..plugins import call_factory, get_registry
 from .attributes import set_count
@@ -39,6 +40,7 @@ from .parameters import BoundView, SharedSlice, distribute, gradient_placements,
 from .regions import BoundStep, ModelState, Region
 from .root import Root, Stack
 from .router_logits import AuxLoss, RouterLogits
+from .rows import Block, Rows
 from .streams import Streams, at_boundary, declares_randomness, projections, refuse_layerdrop
 from .validate import ParameterView, Validation, raise_mismatch, register_attention, sees_local
 
@@ -92,6 +94,8 @@ class _Installer:
         self.expert_mesh = build_expert_mesh(mesh, ep) if ep > 1 else None
         self.expert_parameter_mesh = parameter_mesh(mesh, ep, dp=core_dp) if ep > 1 else None
         self.core_dp = core_dp
+        shared = [block_of(c, plan.boundaries) for c in plan.boundaries if c.template == "shared_expert"]
+        self.blocks = {block.fqn for block in shared if block is not None}
         self.journal = Journal()
         self.state = ModelState(report)
         streams = self._streams()
@@ -214,12 +218,16 @@ class _Installer:
             }
             keep = (self.mesh["tp"], contract.features["output"])
         child = contract.inner_target not in (None, "self")
+        inside = None if child else compute
+        if contract.fqn in self.blocks:
+            inside = Block(self.state, next(iter(contract.in_dst)), inside)
         region = Region(
             contract.fqn, self.state, inputs, outputs, contract.out_names, (contract.in_src, contract.out_dst),
-            None if child else compute, keep, self._validation(contract),
+            inside, keep, self._validation(contract),
             (None, None) if self.streams is None else at_boundary(self.streams, contract),
         )  # fmt: skip
-        self._state(module, runs=True).run = region
+        nested = contract.template == "shared_expert"
+        self._state(module, runs=True).run = Rows(self.state, next(iter(contract.in_dst)), region) if nested else region
         if child:
             target = module.get_submodule(str(contract.inner_target))
             self._state(target, runs=True).run = _Inner(compute)  # type: ignore[arg-type]

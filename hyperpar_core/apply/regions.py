@@ -28,6 +28,7 @@ class ModelState:
 
     length    tokens (dim 1) of the sequence that entered the decoder stack last; None before the first
     uneven    whether a length was ever no multiple of the axis it is cut by
+    tokens    [batch, sequence] that the block of experts which runs has on this rank, where boundaries are inside it
     labels    whether the running forward was given labels
     where     the region that validate mode entered last
     report    where validate mode notes a mismatch; None raises it
@@ -37,6 +38,7 @@ class ModelState:
         self.report = report
         self.length: int | None = None
         self.uneven = False
+        self.tokens: tuple[int, ...] = ()
         self.labels = False
         self.where = ""
         self.observer: Observer | None = None

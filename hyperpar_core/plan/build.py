@@ -25,6 +25,7 @@ from .parametrised import refuse_parametrised
 from .refusals import refuse
 from .roles import assign_roles
 from .sharding_plan import CP_ORDERS, Loss, ShardingPlan
+from .shared_experts import with_shared_experts
 from .templates import VOCAB_EMBEDDING, PlanContext, contract_from, cut_sections
 from .yaml_files import plain_data, shown
 
@@ -171,10 +172,14 @@ def _derived(ctx: PlanContext, family: ModelFamily | None, merger: Merger) -> di
         owner = owner_of[name]
         if owner is not None and name in ctx.roles:
             owned[owner][name[len(owner) + 1 if owner else 0 :]] = parameter
-    contracts = {}
+    contracts: dict[str, Contract] = {}
     for fqn, (template, declared) in found.items():
         contract = contract_from(template, ctx, fqn, modules[fqn], owned[fqn])
-        contracts[fqn] = merger.declared(contract, declared, list(owned[fqn])) if declared else contract
+        contract = merger.declared(contract, declared, list(owned[fqn])) if declared else contract
+        if contract.template == "moe_mlp":
+            contracts.update(with_shared_experts(ctx, contract, modules[fqn], owned[fqn]))
+        else:
+            contracts[fqn] = contract
     return contracts
 
 

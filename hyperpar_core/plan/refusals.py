@@ -17,6 +17,7 @@ from .heads import check_counts
 from .injections import check_convolutions, check_injection, provided, require_wrappers
 from .names import listed, nearest
 from .sharding_plan import ShardingPlan
+from .shared_experts import check_shared_experts
 from .stacks import check_stacks
 
 __all__ = ["refuse"]
@@ -42,6 +43,7 @@ def refuse(model: nn.Module, plan: ShardingPlan, family: ModelFamily | None) -> 
     check_stacks(model, plan.boundaries, tied_groups(model))
     check_tied(plan.boundaries, plan.tied)
     check_neighbours(plan.boundaries)
+    check_shared_experts(plan.boundaries)
     provided(plan.boundaries)
     require_wrappers(plan.boundaries, plan.sizes, family)
     check_convolutions(model, plan.boundaries, plan.sizes)

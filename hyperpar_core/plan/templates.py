@@ -25,7 +25,7 @@ from .heads import HEAD_COUNTS, KV_GROUPS, KV_HEAD_COUNTS, STATE_COUNTS, Heads, 
 from .roles import COLWISE, ROWWISE
 from .stacks import find_stacks, member
 
-__all__ = ["PlanContext", "contract_from", "cut_sections", "first_argument"]
+__all__ = ["PlanContext", "contract_from", "cut_sections", "first_argument", "projections"]
 
 VOCAB_EMBEDDING = "vocab_parallel_embedding"
 
@@ -399,6 +399,26 @@ def _moe_mlp(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, 
     )  # fmt: skip
 
 
+def projections(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """{parameter: "colwise" or "rowwise"} of the linear layers of shared experts in a block, by the names that the field uses."""
+    found = {}
+    for name in owned:
+        path = name.rpartition(".")[0]
+        owner, leaf = module.get_submodule(path), path.rpartition(".")[2]
+        expert = ctx.roles.get(f"{fqn}.{name}") == "moe_expert"
+        if leaf in COLWISE | ROWWISE and isinstance(owner, nn.Linear) and not expert:
+            found[name] = "colwise" if leaf in COLWISE else "rowwise"
+    return found
+
+
+def _shared_expert(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> Contract:
+    """An MLP inside a block whose tokens tp ranks share, whether the model's hidden states are cut outside it or not."""
+    contract = _mlp(ctx, fqn, module, owned)
+    tokens = ctx.layout(Shard(1))
+    in_src = {**contract.in_src, first_argument(module): tokens}
+    return replace(contract, template="shared_expert", in_src=in_src, out_dst={"output": tokens})
+
+
 def _cut_block(
     ctx: PlanContext,
     fqn: str,
@@ -415,15 +435,11 @@ def _cut_block(
     }
     if not cuts or not all(cuts.values()):
         return False
-    shared = {}
-    for name in owned:
-        path = name.rpartition(".")[0]
-        owner, leaf = module.get_submodule(path), path.rpartition(".")[2]
-        if isinstance(owner, nn.Linear) and leaf in COLWISE | ROWWISE:
-            shared[name] = "colwise" if leaf in COLWISE else "rowwise"
-            continue
+    shared = projections(ctx, fqn, module, owned)
+    for name in owned.keys() - shared.keys() - experts.keys():
+        owner = module.get_submodule(name.rpartition(".")[0])
         scales = isinstance(owner, nn.Linear) and owner.out_features == 1  # the gate of a shared expert
-        if not (scales or name in experts or ctx.roles.get(f"{fqn}.{name}") == "moe_gate"):
+        if not scales and ctx.roles.get(f"{fqn}.{name}") != "moe_gate":
             return False
     for name, cut in cuts.items():
         assert cut is not None
@@ -481,7 +497,7 @@ def _stack(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapping[str, nn
 _TEMPLATES = {
     "attention": _attention, "linear_attention": _linear_attention, "mlp": _mlp, "colwise": _colwise, "rowwise": _rowwise,
     "norm": _norm, "sharded_norm": _sharded_norm, "replicated": _replicated, "embed": _embed, "lm_head": _lm_head, "stack": _stack,
-    "moe_mlp": _moe_mlp,
+    "moe_mlp": _moe_mlp, "shared_expert": _shared_expert,
 }  # fmt: skip
 
 

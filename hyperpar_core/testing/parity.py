@@ -165,7 +165,9 @@ class _Comparer:
         return next((part for part in parts if part), "")
 
     def _part(self, what: str, ours: Tensor, theirs: Tensor, floor: float) -> str:
-        """How a boundary's tensors differ, or "". One that came in another shape (flattened tokens) can't tell."""
+        """How a boundary's tensors differ, or "". Rows that the plan has as sequences are compared as those."""
+        if ours.ndim == 2 and ours.shape == theirs.flatten(0, -2).shape:
+            ours = ours.view_as(theirs)
         if ours.shape != theirs.shape:
             return ""
         difference = self._difference("boundary", what, ours, theirs, floor)

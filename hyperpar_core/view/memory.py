@@ -216,7 +216,7 @@ def _terms(plan: ShardingPlan, contract: Contract, h: int, e: int) -> tuple[list
             return _head_terms(plan, contract, h, e), False
         case "moe_mlp":
             return _expert_terms(plan, contract, h, e), False
-        case "attention" | "mlp" as kind:
+        case "attention" | "mlp" | "shared_expert" as kind:
             return _block_terms(plan, contract, h, e, attention=kind == "attention"), False
     widths = [(e, _rows(plan, contract, n, h), n.removesuffix(".weight")) for n in contract.params if _is_matrix(plan, contract, n)]
     return [(e, h, "in"), *widths], True

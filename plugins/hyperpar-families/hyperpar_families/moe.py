@@ -9,7 +9,7 @@ from .rules import LATENT, LLAMA, family, roles
 __all__ = ["FAMILIES"]
 
 # Families with recurrent layers (qwen3_next, nemotron_h, ...) stand in recurrent.py.
-# A router and stacked experts; what else stands in their block (shared experts and their gates) every rank holds whole.
+# A router and stacked experts; what else stands in their block. Shared experts are cut over tp by the names of their projections.
 EXPERTS = {
     **roles(moe_gate="gate router", moe_expert="experts"),
     **{f"*.{name}*": "shared_expert" for name in ("mlp.shared_expert", "mlp.shared_mlp")},

@@ -51,7 +51,7 @@ def test_its_plan_takes_seconds_and_its_proof_for_2048_ranks_little_more_and_few
 
 def test_explain_says_what_a_rank_holds_and_moves(found):
     title = found["text"].splitlines()[0]
-    assert title.startswith("deepseek_v3 671B   dp 256 x tp 8 x ep 64   sequence parallel   28.9 GiB of 1250 GiB per rank")
+    assert title.startswith("deepseek_v3 671B   dp 256 x tp 8 x ep 64   sequence parallel   24.7 GiB of 1250 GiB per rank")
     (row,) = [line for line in found["text"].splitlines() if line.strip().startswith("mlp") and "5 all-to-all ep" in line]
     # 1,024 tokens of a rank, each to 7.6 of 64 ranks; rows of 7,168 numbers of 2 bytes, out, back, and the same in the backward
     pairs = round(1024 * 64 * (1 - (252 * 251 * 250 * 249 * 248 * 247 * 246 * 245) / (256 * 255 * 254 * 253 * 252 * 251 * 250 * 249)))

@@ -63,7 +63,7 @@ def test_a_dispatcher_of_another_distribution_builds_installs_and_computes_what_
     printed = run("-c", "import compared_here; compared_here.main()", path=[site, ROOT], HYPERPAR_STRICT_PLUGINS="1")
     distribution, offered, outcomes, providers = json.loads(printed.splitlines()[-1])
     assert distribution == "hyperpar-all-gather-experts"
-    assert "deepseekv3_sigmoid_group_shared_all_gather" in offered and len(offered) == 7
+    assert "deepseekv3_sigmoid_group_shared_all_gather" in offered and len(offered) == 8
     assert len(outcomes) == 3
     for ranks in outcomes:
         for equal, text in ranks:
