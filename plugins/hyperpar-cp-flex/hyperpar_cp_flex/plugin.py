@@ -44,6 +44,18 @@ def _check(form: str, style: str) -> Callable[..., None]:
     return check
 
 
+def _sent(form: str) -> Callable[..., list[tuple[str, str, int]] | None]:
+    """What a plan counts: as hyperpar-cp-sdpa sends it, but gathered keys and values stay until the backward."""
+
+    def sent(**known: Any) -> list[tuple[str, str, int]] | None:
+        from hyperpar_cp_sdpa.extend import sent
+
+        moved = sent(form, **known)
+        return None if moved is None else [one for one in moved if one[:2] != ("backward", "all_gather")]
+
+    return sent
+
+
 @hookimpl
 def hyperpar_plugin_info() -> PluginInfo:
     return PluginInfo(api="1.1", requires=("torch>=2.13,<2.14", "transformers>=5.24,<5.25"))
@@ -60,6 +72,7 @@ def hyperpar_inner_wrappers() -> list[InnerWrapper]:
             region_dispatch=False,
             summary=summary,
             check=_check(form, style),
+            traffic=_sent(form),
         )
         for style in _STYLES
         for form, summary in _FORMS.items()
