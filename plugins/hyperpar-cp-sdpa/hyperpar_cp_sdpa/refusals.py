@@ -16,6 +16,8 @@ from .huggingface import NAME, takes_registered_attention
 __all__ = ["local_heads", "refuse", "ulysses_degree"]
 
 _HEADS = ("num_attention_heads", "num_heads", "n_heads")
+_SOFT_CAPS = ("attn_logit_softcapping", "attn_logit_softcap")
+_UNCAPPED = ("flash", "efficient", "cudnn")  # kernels that know no soft cap
 _GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
@@ -32,6 +34,11 @@ def refuse(
             " cuts; this wrapper exchanges keys and values.\n  Plan without cp."
         )
     _refuse_dropout(fqn, target_module)
+    cap = next((c for name in _SOFT_CAPS if (c := getattr(target_module, name, None))), None)
+    if cap is not None and kernel in _UNCAPPED:
+        raise Refused(
+            f"{fqn}: kernel {kernel!r} can't compute a soft cap, and scores are capped at {cap} here.\n  Declare kernel: auto or math."
+        )
     seats = ulysses_degree(form, sizes["cp"], degree, fqn)
     heads = local_heads(target_module, sizes.get("tp", 1))
     if seats > 1 and heads is not None:

@@ -56,6 +56,17 @@ def test_heads_degrees_and_kernels(sizes, wrapper, options, words, style):
     assert all(word in text for word in words), text
 
 
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_a_kernel_that_knows_no_soft_cap(kernel):
+    model = llama()
+    model.get_submodule(LAYER).attn_logit_softcapping = 50.0  # as Gemma 2's attention has it
+    kind, text = refused(model, {"cp": 2}, "sdpa_hf", kernel=kernel)
+    assert kind == "Refused" and text.startswith(f"{LAYER}: kernel '{kernel}' can't compute a soft cap") and "50.0" in text
+    entry = {"match": "*.self_attn", "when": "cp", "inner_target": "self", "inner_wrapper": "sdpa_hf", "options": {"kernel": "math"}}
+    assert build_plan(model, {"cp": 2}, overrides=[entry]).boundaries
+    assert build_plan(llama(), {"cp": 2}, overrides=[entry | {"options": {"kernel": kernel}}]).boundaries
+
+
 @pytest.mark.parametrize("wrapper", ["sdpa_hf", "sdpa_hf_ring", "sdpa_hf_ulysses", "sdpa_hf_hybrid", "sdpa_qkv_ring"])
 def test_attention_dropout(wrapper):
     kind, text = refused(llama(attention_dropout=0.1), {"cp": 2}, wrapper)
