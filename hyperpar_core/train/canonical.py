@@ -23,7 +23,7 @@ from ..errors import CheckpointError
 from ..placement import Placement, shard_size
 
 __all__ = [
-    "Part", "Place", "Section", "WholeTensor", "box", "describe", "model_tensors", "moved", "part_of", "places", "refuse_meta", "sections",
+    "Part", "Place", "Section", "WholeTensor", "box", "describe", "laid", "model_tensors", "part_of", "places", "refuse_meta", "sections",
     "stacks",
 ]  # fmt: skip
 
@@ -58,13 +58,22 @@ class Section:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a registered parameter lies in the whole one `name` of `shape`: it begins at `offset` along `dim`."""
+    """Where a registered parameter lies in the whole one `name` of `shape`: it begins at `offset` along `dim`.
+
+    members: of a stack of experts, the names of the parameters that it is made of.
+    """
 
     name: str
     shape: tuple[int, ...]
     dim: int = 0
     offset: int = 0
     packed: bool = False
+    members: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The original names."""
+        return self.members or (self.name,)
 
 
 def sections(model: nn.Module) -> dict[str, Section]:
@@ -124,7 +133,7 @@ def places(model: nn.Module) -> tuple[dict[int, Place], dict[str, Tensor], dict[
 
     Tied tensors are there once, under their first name.
     """
-    packed = sections(model)
+    packed, stacked = sections(model), stacks(model)
     registered = dict(_registered(model))
     found: dict[int, Place] = {}
     once: dict[str, Tensor] = {}
@@ -140,7 +149,7 @@ def places(model: nn.Module) -> tuple[dict[int, Place], dict[str, Tensor], dict[
         once[name] = tensor
         aliases.setdefault(original, ())
         if section is None:
-            found[id(tensor)] = Place(name, tuple(tensor.shape))
+            found[id(tensor)] = Place(name, tuple(tensor.shape), members=stacked.get(name, ()))
             continue
         sizes = [registered[part].shape[section.dim] for part in section.names]
         offset = sum(sizes[: section.names.index(name)])
@@ -149,33 +158,32 @@ def places(model: nn.Module) -> tuple[dict[int, Place], dict[str, Tensor], dict[
     return found, once, aliases
 
 
-def moved(part: Part, place: Place) -> Part:
-    """A part of a section as a part of the whole parameter."""
-    if not place.packed:
-        return part
+def laid(part: Part, place: Place) -> Iterator[tuple[str, tuple[int, ...], list[Part]]]:
+    """(original name, shape, this rank's parts) of what a registered tensor holds: one parameter, or one for each expert of a stack."""
+    if place.members:
+        for number, member in enumerate(place.members):
+            at = number - part.offsets[0]
+            here = [Part(part.offsets[1:], part.local[at])] if 0 <= at < part.local.shape[0] else []
+            yield member, place.shape[1:], here
+        return
     offsets = list(part.offsets)
-    offsets[place.dim] += place.offset
-    return Part(tuple(offsets), part.local)
+    if place.packed:
+        offsets[place.dim] += place.offset
+    yield place.name, place.shape, [Part(tuple(offsets), part.local)]
 
 
 def model_tensors(model: nn.Module) -> dict[str, WholeTensor]:
     """{name before the plan: the whole tensor and this rank's parts}, of all parameters and saved buffers. No communication."""
     where, once, aliases = places(model)
-    stacked = stacks(model)
     parts: dict[str, list[Part]] = {}
-    first: dict[str, tuple[Place, torch.dtype]] = {}
-    for name, tensor in once.items():
-        if name in stacked:
-            for number, member in enumerate(stacked[name]):
-                first[member], aliases[member] = (Place(member, tuple(tensor.shape[1:])), tensor.dtype), ()
-                parts[member] = _of_expert(part_of(name, tensor), number)
-            continue
-        place = where[id(tensor)]
-        first.setdefault(place.name, (place, tensor.dtype))
-        parts.setdefault(place.name, []).append(moved(part_of(name, tensor), place))
+    first: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for registered, tensor in once.items():
+        for name, shape, here in laid(part_of(registered, tensor), where[id(tensor)]):
+            first.setdefault(name, (shape, tensor.dtype))
+            parts.setdefault(name, []).extend(here)
     return {
-        name: WholeTensor(name, place.shape, dtype, tuple(parts[name]), aliases[name])
-        for name, (place, dtype) in first.items()
+        name: WholeTensor(name, shape, dtype, tuple(parts[name]), aliases.get(name, ()))
+        for name, (shape, dtype) in first.items()
     }
 
 
@@ -187,12 +195,6 @@ def stacks(model: nn.Module) -> dict[str, tuple[str, ...]]:
         if isinstance(stack, ExpertStack)
         for name, path in stack.names.items()
     }
-
-
-def _of_expert(part: Part, number: int) -> list[Part]:
-    """What this rank's part of a stack holds of one expert: a part of that expert's parameter, or nothing."""
-    at = number - part.offsets[0]
-    return [Part(part.offsets[1:], part.local[at])] if 0 <= at < part.local.shape[0] else []
 
 
 def refuse_meta(tensors: Mapping[str, WholeTensor]) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from .canonical import Part, Place, WholeTensor, describe, moved, part_of, places
+from .canonical import Part, Place, WholeTensor, describe, laid, part_of, places
 from .plain_values import decode, dtype_named, encode
 
 __all__ = ["States", "apply", "as_list", "collect", "restore"]
@@ -45,16 +45,16 @@ def _places(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, Plac
 def _groups(optimizers: Sequence[Optimizer], where: Mapping[int, Place]) -> list[tuple[dict[str, Any], list[str], str]]:
     """[(group, the original names of its parameters, the class of its optimizer)]."""
     return [
-        (group, list(dict.fromkeys(where[id(p)].name for p in group["params"])), type(optimizer).__qualname__)
+        (group, list(dict.fromkeys(n for p in group["params"] for n in where[id(p)].names)), type(optimizer).__qualname__)
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]
 
 
-def _part(label: str, state: Tensor, parameter: Tensor, place: Place) -> Part | None:
+def _part(label: str, state: Tensor, parameter: Tensor) -> Part | None:
     """This rank's part of a state tensor that lies as its parameter does; None for a number that every rank has."""
     if state.shape == parameter.shape and isinstance(state, DTensor) == isinstance(parameter, DTensor):
-        return moved(part_of(label, state), place)
+        return part_of(label, state)
     if state.numel() == 1 and not isinstance(state, DTensor):
         return None
     raise CheckpointError(
@@ -73,14 +73,16 @@ def collect(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[dict[str
         place = where[id(parameter)]
         for key, value in state.items():
             label = f"{key}/{place.name}"
-            part = _part(label, value, parameter, place) if isinstance(value, Tensor) else None
+            part = _part(label, value, parameter) if isinstance(value, Tensor) else None
             if part is not None:
-                if first.setdefault(label, (place.shape, value.dtype)) != (place.shape, value.dtype):
-                    raise CheckpointError(f"optimizer state {label} has sections of several dtypes.")
-                parts.setdefault(label, []).append(part)
+                for name, shape, here in laid(part, place):
+                    label = f"{key}/{name}"
+                    if first.setdefault(label, (shape, value.dtype)) != (shape, value.dtype):
+                        raise CheckpointError(f"optimizer state {label} has sections of several dtypes.")
+                    parts.setdefault(label, []).extend(here)
                 continue
             said = encode(value.detach().cpu() if isinstance(value, Tensor) else value, f"optimizer state {label}")
-            if values.setdefault(label, said) != said:
+            if any(values.setdefault(f"{key}/{name}", said) != said for name in place.names):
                 raise CheckpointError(f"optimizer state {label} differs between the sections of {place.name}.")
     groups = [
         {
@@ -116,8 +118,9 @@ def restore(
         made: dict[Tensor, dict[str, Any]] = {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             place = where[id(parameter)]
-            for key in keys.get(place.name, ()):
-                label, now = f"{key}/{place.name}", optimizer.state.get(parameter, {}).get(key)
+            for key in dict.fromkeys(key for name in place.names for key in keys.get(name, ())):
+                label, now = f"{key}/{place.names[0]}", optimizer.state.get(parameter, {}).get(key)
+                _require_alike(key, place, saved, facts["values"])
                 if label in facts["values"]:
                     made.setdefault(parameter, {})[key] = _like(now, decode(facts["values"][label]), parameter, key, optimizer)
                     continue
@@ -125,14 +128,32 @@ def restore(
                 if not (isinstance(now, Tensor) and now.shape == parameter.shape and now.dtype == dtype):
                     now = torch.zeros_like(parameter.detach(), dtype=dtype)
                 made.setdefault(parameter, {})[key] = now
-                parts.setdefault(label, []).append(moved(part_of(label, now), place))
-                shapes[label] = place.shape
+                for name, shape, here in laid(part_of(label, now), place):
+                    parts.setdefault(f"{key}/{name}", []).extend(here)
+                    shapes[f"{key}/{name}"] = shape
         states.append((optimizer, made))
     tensors = {
         label: WholeTensor(label, shapes[label], dtype_named(saved[label]["dtype"]), tuple(found))
         for label, found in parts.items()
     }
     return tensors, states, options
+
+
+def _require_alike(key: str, place: Place, saved: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """CheckpointError where the experts of a stack have no common state: a stack is stepped as one parameter."""
+    labels = [f"{key}/{name}" for name in place.members]
+    missing = [label for label in labels if label not in saved and label not in values]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint has no optimizer state {missing[0]}, though other experts of its list have one: no token had chosen it.\n"
+            "  Experts over ep are stepped together. Load without the optimizer, or with ep=1."
+        )
+    apart = next((label for label in labels if values.get(label) != values.get(labels[0])), None)
+    if apart is not None:
+        raise CheckpointError(
+            f"optimizer state {labels[0]} is {values.get(labels[0])}, and {apart} {values.get(apart)}: they were stepped by themselves.\n"
+            "  Experts over ep are stepped together. Load without the optimizer, or with ep=1."
+        )
 
 
 def apply(

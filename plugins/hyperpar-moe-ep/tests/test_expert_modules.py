@@ -10,7 +10,7 @@ from toy_moe import ToyMoE
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hyperpar_core import Override, apply_plan, build_plan, explain, make_mesh, suggest_overrides
-from hyperpar_core.errors import ApplyError, Refused
+from hyperpar_core.errors import ApplyError, CheckpointError, Refused
 from hyperpar_core.testing import Degrees, check_parity, pool, tiny_batch
 
 
@@ -112,6 +112,58 @@ def through_a_checkpoint(site, folder):
 
 def test_a_checkpoint_has_their_own_names_at_any_degree(site, tmp_path):
     assert pool(2).run(through_a_checkpoint, site, str(tmp_path / "steps")) == [True, True]
+
+
+def stepped(ep, steps, folder, save=None, load=False, skip=False):
+    """The weights after `steps` steps at `ep`, from a checkpoint where `load` is one."""
+    mesh, model = make_mesh(dp=2), ToyMoE(seed=int(load))
+    plan = build_plan(model, mesh, ep_size=ep, overrides=suggest_overrides(model, mesh, ep_size=ep))
+    applied = apply_plan(model, plan, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if load:
+        applied.load_checkpoint(folder, optimizer=optimizer)
+    if skip:  # as if no token had ever chosen it
+        model.layers[0].moe.experts[3].requires_grad_(False)
+    for number in range(steps):
+        rows = tiny_batch(model, batch=4, seq=24, seed=number + 3 * load)
+        rows = {k: v.chunk(2)[applied.data_parallel_rank] for k, v in rows.items()}
+        model(**applied.shard_batch(rows)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if save is not None:
+        applied.save_checkpoint(folder, step=save, optimizer=optimizer)
+    return applied.full_parameters()
+
+
+def go_on_at(site, folder, first, second):
+    """The largest relative difference of a weight between a run that stays at ep 1 and one that goes from `first` to `second`."""
+    with toy_moe.installed(site):
+        stepped(first, 3, folder, save=3)
+        ours = stepped(second, 2, folder, load=True)
+        stepped(1, 3, folder + "-stays", save=3)
+        theirs = stepped(1, 2, folder + "-stays", load=True)
+    return max(float((ours[name] - value).abs().max() / value.abs().max()) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
+def test_an_optimizers_state_goes_from_a_stack_to_single_experts_and_back(site, tmp_path, first, second):
+    for error in pool(2).run(go_on_at, site, str(tmp_path / "steps"), first, second):
+        assert error <= 1e-5
+
+
+def unequal(site, folder):
+    with toy_moe.installed(site):
+        stepped(1, 2, folder, save=2, skip=True)
+        try:
+            stepped(2, 1, folder, load=True)
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def test_experts_that_were_not_stepped_together_are_an_error_over_ep(site, tmp_path):
+    for text in pool(2).run(unequal, site, str(tmp_path / "steps")):
+        assert "layers.0.moe.experts.3." in text and text.endswith("Load without the optimizer, or with ep=1."), text
 
 
 class HubConfig(PreTrainedConfig):
