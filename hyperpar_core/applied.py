@@ -94,6 +94,9 @@ class Applied:
             batches.compare(batch, self._groups.get("cp"), next(self.model.parameters()).device)
         shares = batches.shard_batch(self.model, batch, self._groups, self.plan.cp_order)
         self._tokens = batches.lengths(batch, shares)
+        if self._installed is not None:
+            first = shares if isinstance(shares, Mapping) else shares[0]
+            self._installed.state.counted = "num_items_in_batch" in first
         return shares
 
     def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:

@@ -30,6 +30,7 @@ class ModelState:
     uneven    whether a length was ever no multiple of the axis it is cut by
     tokens    [batch, sequence] that the block of experts which runs has on this rank, where boundaries are inside it
     labels    whether the running forward was given labels
+    counted   whether the last batch that was shared out came with the number of all its targets
     where     the region that validate mode entered last
     report    where validate mode notes a mismatch; None raises it
     """
@@ -40,6 +41,7 @@ class ModelState:
         self.uneven = False
         self.tokens: tuple[int, ...] = ()
         self.labels = False
+        self.counted = False
         self.where = ""
         self.observer: Observer | None = None
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from math import prod
 from typing import Any
 
 import torch
@@ -61,7 +63,7 @@ class Root:
         self.known = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
         names = list(inspect.signature(type(model).forward).parameters)
         self.labels_position = names.index("labels") - 1 if "labels" in names else None
-        self.checked = self.watched = self.draws = False
+        self.checked = self.watched = self.draws = self.warned = False
         self.drawn = 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -85,6 +87,8 @@ class Root:
                 " mean, and the gradients' sum too large.\n  Pass the batch through applied.shard_batch(batch)."
             )
         self.state.labels = labels is not None
+        if labels is None and self.shares and not (self.warned or self.state.counted) and self._trains(module):
+            self._warn_of_own_loss()
         if self.cut is None:
             return self._train(module, args, kwargs)
         kwargs, share = self.cut.share(module, args, kwargs)
@@ -99,6 +103,22 @@ class Root:
         if module.training and self.trained and due(self.checks.replicas, self.trained, False):
             compare_replicas(module, self.groups)
         self.forwards += 1
+
+    def _warn_of_own_loss(self) -> None:
+        """Says once what a loss outside the model has to be, where nothing has given its caller the number of all targets."""
+        if not torch.is_grad_enabled():
+            return
+        self.warned = True
+        if any(group.rank for group in self.groups.values()):
+            return
+        ranks = prod(self.groups[axis].ranks for axis in self.shares)
+        warnings.warn(
+            f"a training forward without labels, and gradients are summed over {' x '.join(self.shares)}: a loss that is the mean over this"
+            f" rank's tokens makes them {ranks} times too large.\n"
+            "  Pass the labels through applied.shard_batch, and divide the sum over its shift_labels by its num_items_in_batch; without"
+            f" labels, divide the mean by {ranks}.",
+            stacklevel=3,
+        )
 
     def _trains(self, module: nn.Module) -> bool:
         return module.training and not torch.compiler.is_compiling()

@@ -1,6 +1,7 @@
 """What the whole model refuses at a forward, because its numbers would be wrong, and what it gathers instead."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -55,6 +56,42 @@ def test_labels_without_a_global_count_are_refused_where_the_core_sums_over_dp(d
     for error in pool(2).run(uncounted, degrees, data_parallel, positional):
         assert (error is not None) is refused
         assert not refused or (error[0] == "ApplyError" and "num_items_in_batch" in error[1])
+
+
+def warned(degrees, how, data_parallel="core"):
+    """What two training forwards warn of, by how the batch was made."""
+    applied, _, batch = planned("llama", **degrees, data_parallel=data_parallel)
+    if how == "counted":
+        given = applied.shard_batch(batch)
+    elif how == "sharded":
+        given = applied.shard_batch({"input_ids": batch["input_ids"]})
+    else:
+        given = dict(batch)
+    given = {name: value for name, value in given.items() if name in ("input_ids", "position_ids", "attention_mask")}
+    with warnings.catch_warnings(record=True) as found, torch.set_grad_enabled(how != "no_grad"):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            applied.model.train(how != "eval")(**given)
+    return [str(w.message) for w in found if "num_items_in_batch" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "how", "data_parallel", "ranks"),
+    [
+        ({"dp": 2}, "plain", "core", 1),
+        ({"dp": 2}, "sharded", "core", 1),
+        ({"dp": 2}, "counted", "core", 0),
+        ({"dp": 2}, "eval", "core", 0),
+        ({"dp": 2}, "no_grad", "core", 0),
+        ({"dp": 2}, "plain", "external", 0),
+        ({"tp": 2}, "plain", "core", 0),
+    ],
+    ids=str,
+)
+def test_a_loss_of_ones_own_without_a_count_is_warned_of_once_by_the_first_rank(degrees, how, data_parallel, ranks):
+    first, second = pool(2).run(warned, degrees, how, data_parallel)
+    assert len(first) == ranks and second == []
+    assert all("2 times too large" in text and f"summed over {next(iter(degrees))}:" in text for text in first)
 
 
 def hidden_states(sequence_parallel, how, base=False):
