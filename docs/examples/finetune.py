@@ -110,7 +110,7 @@ def bar(console: Console) -> Progress:
     return Progress(*columns, console=console, disable=console.quiet)
 
 
-def plot(rows: list[Row], file: Path, title: str, label: str, steps_are: str) -> None:
+def plot(rows: list[Row], file: Path, title: str, label: str, steps_are: str, bound: float = BOUND) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -125,11 +125,11 @@ def plot(rows: list[Row], file: Path, title: str, label: str, steps_are: str) ->
     top.set_ylabel("loss")
     top.set_title(title, loc="left", fontsize=11)
     top.legend(frameon=False)
-    smallest = 1e-9  # a difference of exactly 0 has no place on a log scale
+    smallest = bound / 1e7  # a difference of exactly 0 has no place on a log scale
     bottom.semilogy(steps, [max(r.difference, smallest) for r in rows], color="#0b6e99", marker="o", markersize=4)
-    bottom.axhline(BOUND, color="#b3412c", linewidth=1, linestyle="--")
-    bottom.text(1, BOUND * 1.3, "bound", color="#b3412c", fontsize=9, va="bottom")
-    bottom.set_ylim(smallest / 2, BOUND * 20)
+    bottom.axhline(bound, color="#b3412c", linewidth=1, linestyle="--")
+    bottom.text(1, bound * 1.3, "bound", color="#b3412c", fontsize=9, va="bottom")
+    bottom.set_ylim(smallest / 2, bound * 20)
     bottom.set_ylabel("relative\ndifference")
     bottom.set_xlabel(f"step ({steps_are})")
     bottom.xaxis.get_major_locator().set_params(integer=True)
