@@ -1,5 +1,5 @@
 # `make test` and `make demo` set up what they need in $(VENV) by themselves, once.
-#   make test     ruff, mypy --strict, pytest                    make lint   the first two
+#   make test     ruff, mypy --strict, pytest on JOBS cores       make lint   the first two
 #   make demo     fine-tunes a small model on three ranks beside one process
 #   make demo-load  reads a pretrained model onto three ranks, trains, checkpoints and saves it, beside plain transformers
 #   make demo-cp  the same on packed documents, with the sequence cut over two ranks
@@ -19,6 +19,7 @@ OUT     ?= out
 MODEL   ?= llama
 DEGREES ?= --tp 2
 RANKS   ?= 2
+JOBS    ?= 2
 BENCH   ?=
 
 PY       := $(VENV)/bin/python
@@ -56,7 +57,7 @@ lint: $(VENV)/.test
 	MYPYPATH=$(MYPYPATH) $(VENV)/bin/mypy $(PACKAGES:%=-p %)
 
 test: lint
-	OMP_NUM_THREADS=1 $(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
 
 demo: $(VENV)/.demo
 	$(TORCHRUN) --nproc-per-node 3 docs/examples/finetune.py --out $(OUT)
