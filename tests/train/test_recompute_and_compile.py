@@ -73,9 +73,10 @@ def compiled(family, degrees, ep, backend):
     return dict(counters["graph_break"]), error_of(applied, single)
 
 
-def test_a_compiled_layer_breaks_once_under_expert_parallel_where_the_counts_reach_the_host():
+@pytest.mark.parametrize(("family", "degrees"), [("qwen3_moe", {"dp": 2}), ("qwen2_moe", {"tp": 2})], ids=str)
+def test_a_compiled_layer_breaks_once_under_expert_parallel_where_the_counts_reach_the_host(family, degrees):
     """Under tp, sp and cp a layer is one graph: the tests of the core and of hyperpar-cp-sdpa compile with fullgraph."""
-    for breaks, (error, name) in pool(2).run(compiled, "qwen3_moe", {"dp": 2}, 2, "eager", timeout=120):
+    for breaks, (error, name) in pool(2).run(compiled, family, degrees, 2, "eager", timeout=120):
         assert sum(n for why, n in breaks.items() if "nonzero" not in why) == 1, breaks  # nonzero: the model's own loop over experts
         assert error < 1e-5, name
 

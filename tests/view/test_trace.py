@@ -54,6 +54,7 @@ CASES = {
     "dp": ("llama", {"dp": 2}, 1, {}, {}),
     "cp": ("llama", {"cp": 2}, 1, {}, {}),
     "ep": ("qwen3_moe", {"tp": 2}, 2, {"num_experts_per_tok": 4}, {}),
+    "shared expert": ("qwen2_moe", {"tp": 2}, 2, {"num_experts_per_tok": 4}, {}),
 }
 
 

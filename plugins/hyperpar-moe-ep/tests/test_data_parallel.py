@@ -45,13 +45,14 @@ def under_fsdp(family, degrees, ep):
 
 
 @pytest.mark.parametrize(
-    ("degrees", "ep"),
-    [({"dp": 2}, 2), ({"dp": 4}, 2), ({"dp": 2, "tp": 2}, 4), ({"dp": 2, "tp": 2}, 2), ({"dp": 2, "cp": 2}, 2)],
+    ("family", "degrees", "ep"),
+    [("qwen3_moe", {"dp": 2}, 2), ("qwen3_moe", {"dp": 4}, 2), ("qwen3_moe", {"dp": 2, "tp": 2}, 4), ("qwen3_moe", {"dp": 2, "tp": 2}, 2),
+     ("qwen3_moe", {"dp": 2, "cp": 2}, 2), ("qwen2_moe", {"dp": 2, "tp": 2}, 4), ("deepseek_v3", {"dp": 2, "tp": 2}, 2)],
     ids=str,
-)
-def test_under_fsdp_expert_gradients_are_the_reference_times_one(degrees, ep):
+)  # fmt: skip
+def test_under_fsdp_expert_gradients_are_the_reference_times_one(family, degrees, ep):
     ranks = pool(torch.tensor(list(degrees.values())).prod().item())
-    for differ, ratios, norm, reference in ranks.run(under_fsdp, "qwen3_moe", degrees, ep):
+    for differ, ratios, norm, reference in ranks.run(under_fsdp, family, degrees, ep):
         assert not differ
         assert ratios and all(abs(ratio - 1) < 1e-5 for ratio in ratios.values()), ratios
         assert norm == pytest.approx(reference, rel=1e-5)
