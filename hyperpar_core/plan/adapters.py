@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["BASE", "adapted", "adapter_role"]
+from ..errors import Refused
+
+__all__ = ["BASE", "adapted", "adapter_role", "refuse_copies"]
 
 BASE, FIRST, SECOND = "base_layer", "lora_A", "lora_B"  # as PEFT names them
 
@@ -41,3 +43,13 @@ def adapter_role(role: str | None, part: str, dims: int) -> str | None:
     if role == "rowwise":
         return {FIRST: "rowwise", SECOND: "replicated" if dims > 1 else "rowwise"}.get(part)
     return None
+
+
+def refuse_copies(model: nn.Module) -> None:
+    """Raises Refused where a trained copy stands in the place of a module (PEFT's modules_to_save), beside the original."""
+    for name, module in model.named_modules():
+        if {"original_module", "modules_to_save"} <= module._modules.keys():
+            raise Refused(
+                f"{name}: an adapter's trained copy of a whole module stands beside it (modules_to_save), which has no rule.\n"
+                f"  Leave it out of modules_to_save and train the module itself: requires_grad_(True) on {name} after get_peft_model."
+            )

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..descriptors import LocalComputeFactory, ModelFamily
 from ..errors import PlanError, PluginError, Refused
 from ..plugins import get_registry
+from .adapters import refuse_copies
 from .boundaries import Structure, find_boundaries, find_structure, owners
 from .contract import Contract
 from .cuts import check_cuts
@@ -89,6 +90,7 @@ def build_plan(
     family, family_provider = find_family(model)
     _refuse_limits(family, model, {**sizes, "ep": ep_size}, sequence_parallel)
     refuse_parametrised(model, sizes)
+    refuse_copies(model)
     _refuse_shared_modules(model)
     roles = assign_roles(model, family.roles if family else {})
     structure = find_structure(model)

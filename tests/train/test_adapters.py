@@ -88,3 +88,10 @@ def test_adapters_that_are_put_on_after_the_plan_are_refused_at_the_first_forwar
 def test_adapters_without_a_rule_are_refused_by_name(options):
     with pytest.raises(Refused, match="lora_"):
         build_plan(with_adapters("llama", **options), {"tp": 2})
+
+
+@pytest.mark.parametrize("kept", ["lm_head", "down_proj"])
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}], ids=str)
+def test_a_trained_copy_of_a_module_is_refused_by_its_name(kept, sizes):
+    with pytest.raises(Refused, match=rf"{kept}: an adapter's trained copy .*modules_to_save"):
+        build_plan(with_adapters("llama", ["q_proj"], modules_to_save=[kept]), sizes)
