@@ -219,15 +219,16 @@ class _Installer:
             keep = (self.mesh["tp"], contract.features["output"])
         child = contract.inner_target not in (None, "self")
         inside = None if child else compute
+        first = next(iter(contract.in_dst), "")
         if contract.fqn in self.blocks:
-            inside = Block(self.state, next(iter(contract.in_dst)), inside)
+            inside = Block(self.state, first, names.index(first), inside)
         region = Region(
             contract.fqn, self.state, inputs, outputs, contract.out_names, (contract.in_src, contract.out_dst),
             inside, keep, self._validation(contract),
             (None, None) if self.streams is None else at_boundary(self.streams, contract),
         )  # fmt: skip
         nested = contract.template == "shared_expert"
-        self._state(module, runs=True).run = Rows(self.state, next(iter(contract.in_dst)), region) if nested else region
+        self._state(module, runs=True).run = Rows(self.state, first, names.index(first), region) if nested else region
         if child:
             target = module.get_submodule(str(contract.inner_target))
             self._state(target, runs=True).run = _Inner(compute)  # type: ignore[arg-type]

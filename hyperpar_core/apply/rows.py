@@ -23,14 +23,18 @@ __all__ = ["Block", "Rows"]
 
 @dataclass(frozen=True)
 class Block:
-    """The compute of a block with boundaries inside: it notes the tokens that the block has on this rank."""
+    """The compute of a block with boundaries inside: it notes the tokens that the block has on this rank.
+
+    name, position: of the input that holds them. compute: None for the block's own forward.
+    """
 
     state: ModelState
-    name: str  # of the input that holds them
-    compute: Callable[..., Any] | None  # None: the block's own forward
+    name: str
+    position: int
+    compute: Callable[..., Any] | None
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        x = kwargs[self.name] if self.name in kwargs else args[0]
+        x = kwargs[self.name] if self.name in kwargs else args[self.position]
         self.state.tokens = tuple(x.shape[:-1])
         return (original_forward if self.compute is None else self.compute)(module, *args, **kwargs)
 
@@ -41,10 +45,12 @@ class Rows:
 
     state: ModelState
     name: str
+    position: int
     region: Region
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x = kwargs[self.name] if self.name in kwargs else args[0]
+        named = self.name in kwargs
+        x = kwargs[self.name] if named else args[self.position]
         if x.ndim != 2:
             return self.region(module, args, kwargs)
         tokens = self.state.tokens
@@ -53,8 +59,8 @@ class Rows:
                 f"{self.region.fqn}: got {len(x)} rows, and the block around it has {' x '.join(map(str, tokens))} tokens on this rank."
             )
         shaped = x.unflatten(0, tokens)
-        if self.name in kwargs:
+        if named:
             kwargs = {**kwargs, self.name: shaped}
         else:
-            args = (shaped, *args[1:])
+            args = (*args[: self.position], shaped, *args[self.position + 1 :])
         return pytree.tree_map_only(Tensor, lambda y: y.flatten(0, len(tokens) - 1), self.region(module, args, kwargs))
