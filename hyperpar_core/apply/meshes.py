@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from ..plan.build import MESH_AXES, mesh_sizes
 
 __all__ = ["axis_groups", "make_mesh", "submesh"]
 
-_made: dict[tuple[str, tuple[tuple[str, int], ...]], tuple[Any, DeviceMesh]] = {}
+# {(device, degrees): (the job that it is of, the mesh)}; weakly, as gloo's threads end with the last reference to a job
+_made: dict[tuple[str, tuple[tuple[str, int], ...]], tuple[weakref.ref[Any], DeviceMesh]] = {}
 
 
 def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None = None) -> DeviceMesh:
@@ -44,7 +46,7 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None 
         else:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         if backend == "gloo":  # its threads may otherwise abort a process that ends; nccl's end waits for kernels, which a failed job can't
-            atexit.register(_leave, dist.group.WORLD)
+            atexit.register(_leave, weakref.ref(dist.group.WORLD))
     world = dist.get_world_size()
     if dp * cp * tp != world:
         raise ApplyError(
@@ -53,18 +55,18 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device_type: str | None 
         )
     active = {axis: size for axis, size in degrees.items() if size > 1} or {"dp": 1}
     key = (device_type, tuple(active.items()))
-    if any(job is not dist.group.WORLD for job, _ in _made.values()):
+    if any(job() is not dist.group.WORLD for job, _ in _made.values()):
         _forget_meshes()
-    _, mesh = _made.get(key, (None, None))
+    mesh = _made[key][1] if key in _made else None
     if mesh is None:  # the same degrees in the same job share their communicators
         mesh = init_device_mesh(device_type, tuple(active.values()), mesh_dim_names=tuple(active))
-        _made[key] = (dist.group.WORLD, mesh)
+        _made[key] = (weakref.ref(dist.group.WORLD), mesh)
     return mesh
 
 
-def _leave(job: Any) -> None:
+def _leave(job: weakref.ref[Any]) -> None:
     """Destroys the process group, where it is still the one that make_mesh started."""
-    if dist.is_initialized() and dist.group.WORLD is job:
+    if dist.is_initialized() and dist.group.WORLD is job():
         dist.destroy_process_group()
 
 

@@ -35,7 +35,7 @@ class Block:
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         x = kwargs[self.name] if self.name in kwargs else args[self.position]
-        self.state.tokens = tuple(x.shape[:-1])
+        self.state.tokens = tuple(x.shape[:-1]) if x.ndim > 2 else (1, len(x))
         return (original_forward if self.compute is None else self.compute)(module, *args, **kwargs)
 
 
