@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,8 @@ def with_shared_experts(
     """{module: contract} of a block of experts and of the shared experts in it, in the model's order.
 
     Where tp cuts the block's tokens, a shared expert is an MLP of its own: it gathers them, computes with its part of the intermediate
-    features and scatters the summands. One that can't be cut, or that holds more than projections, stays whole in the block.
+    features and scatters the summands. One that can't be cut, that holds more than projections or takes more than tokens (which would
+    have to be gathered with them), stays whole in the block.
     """
     if not any(isinstance(layout.get("tp"), Shard) for layout in block.in_dst.values()):
         return {block.fqn: block}
@@ -35,6 +37,8 @@ def with_shared_experts(
     for path in dict.fromkeys(name.rpartition(".")[0].rpartition(".")[0] for name in roles):
         inner = [name for name in owned if name.startswith(f"{path}.")]
         if not path or {roles.get(name) for name in inner} != {"colwise", "rowwise"}:
+            continue
+        if len(inspect.signature(type(module.get_submodule(path)).forward).parameters) != 2:
             continue
         fqn = f"{block.fqn}.{path}"
         context = replace(ctx, roles={f"{block.fqn}.{name}": roles[name] for name in inner})

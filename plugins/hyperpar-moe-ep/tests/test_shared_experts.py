@@ -59,6 +59,21 @@ def test_one_whose_features_tp_doesnt_divide_stays_whole():
     assert not [c for c in plan.boundaries if c.template == "shared_expert"]
 
 
+def test_one_that_takes_more_than_tokens_stays_whole():
+    """What else it takes may have a value for each token, and isn't gathered with them."""
+    model = tiny_model("qwen2_moe")
+    shared = model.get_submodule(SHARED["qwen2_moe"])
+
+    class Scaled(type(shared)):
+        def forward(self, x, gammas=None):
+            return super().forward(x) if gammas is None else super().forward(x) * gammas
+
+    shared.__class__ = Scaled
+    plan = build_plan(model, {"tp": 2}, ep_size=2, overrides=suggest_overrides(model, {"tp": 2}, ep_size=2))
+    assert plan.boundary("model.layers.1.mlp").params["shared_expert.up_proj.weight"] == {}
+    assert not [c for c in plan.boundaries if c.template == "shared_expert"]
+
+
 def test_a_rank_holds_its_part_of_it():
     whole = planned("deepseek_v3", {"dp": 2}, 2)[1].parameters[SHARED["deepseek_v3"] + ".up_proj.weight"]
     for shape in pool(2).run(held, "deepseek_v3"):
