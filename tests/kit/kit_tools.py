@@ -33,7 +33,7 @@ def installed(site: Path, wheels: Path, *sources: Path) -> None:
 
     def run(folder: Path, *command: object) -> None:
         words = [sys.executable, *map(str, command)]
-        done = subprocess.run(words, env=environ, cwd=folder, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(words, env=environ, cwd=folder, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stdout + done.stderr
 
     for source in sources:
@@ -63,7 +63,7 @@ def outcomes(folder: Path, tests: Iterable[str | Path], environ: dict[str, str])
     results = folder / "results.xml"
     done = subprocess.run(
         [*map(str, command), f"--junitxml={results}", *map(str, tests)],
-        env=environ, cwd=folder, capture_output=True, text=True, timeout=280,
+        env=environ, cwd=folder, capture_output=True, text=True, timeout=560,
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stdout[-4000:] + done.stderr[-2000:]
     found: dict[str, dict[str, str]] = defaultdict(dict)

@@ -28,14 +28,14 @@ def new(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.limit(300)
+@pytest.mark.limit(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_passes_its_own_suite_as_an_installed_wheel(found: Outcomes, kind: str) -> None:
     assert len(found[SUITES[kind]]) >= 14
     assert failures(found[SUITES[kind]]) == ""
 
 
-@pytest.mark.limit(300)
+@pytest.mark.limit(600)
 def test_the_example_of_the_page_on_plugins_passes_the_suite_that_the_page_shows(found: Outcomes) -> None:
     assert len(found["TestMaxNorm"]) >= 14
     assert failures(found["TestMaxNorm"]) == ""
@@ -48,7 +48,7 @@ def test_ruff_finds_nothing(sources: dict[str, Path], kind: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.limit(200)
+@pytest.mark.limit(420)
 def test_mypy_strict_finds_nothing_in_any_of_them(sources: dict[str, Path], tmp_path: Path) -> None:
     packages = [sources[kind] / sources[kind].name.replace("-", "_") for kind in KINDS]
     config = ["--config-file", sources["family"] / "pyproject.toml", "--cache-dir", CACHE, "--follow-imports=silent"]

@@ -70,7 +70,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return outcomes(site, chosen, environment(site, "acme-wrong"))
 
 
-@pytest.mark.limit(300)
+@pytest.mark.limit(600)
 @pytest.mark.parametrize("suite", CAUGHT)
 def test_the_suite_finds_the_fault_and_says_where_it_is(wrong: Outcomes, suite: str) -> None:
     for test, text in CAUGHT[suite].items():
