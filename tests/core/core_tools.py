@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
+import os
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.autograd.profiler import profile
@@ -148,6 +153,27 @@ def raised(fn):
     except Exception as error:
         return type(error).__name__, str(error)
     return None
+
+
+needs_peak_counter = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak counter")
+
+
+def memory_now():
+    """The bytes that this process holds; `memory_peak` counts from here."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier work freed and the allocator kept would be used again without growing
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
+
+
+def memory_peak():
+    """The most bytes that this process has held since the last `memory_now`."""
+    return _memory("VmHWM")
+
+
+def _memory(field):
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith(field)))
 
 
 class Tiny(nn.Module):

@@ -1,16 +1,14 @@
 """Pretrained folders into planned models on the meta device, and back: each rank reads its share, and nothing is wrong or left out."""
 
 
-import gc
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from core_tools import error_of, raised, share, step
+from core_tools import error_of, memory_now, memory_peak, needs_peak_counter, raised, share, step
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -313,23 +311,16 @@ def peak_of(folder, degrees, fsdp):
     if fsdp:
         applied.fully_shard()
     from_meta(str(Path(folder) / "small"), degrees)  # what is imported and cached on first use
-    gc.collect()
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    before = memory("VmRSS")
+    before = memory_now()
     applied.load_pretrained(folder)
-    peak = memory("VmHWM") - before
+    peak = memory_peak() - before
     share_ = sum(p._local_tensor.untyped_storage().nbytes() for p in model.parameters())
     largest = max(torch.Size(shape).numel() * 4 for shape in applied.plan.parameters.values())
     return peak, share_, largest
 
 
-def memory(field):
-    text = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith(field)))
-
-
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak counter")
+@needs_peak_counter
 @pytest.mark.parametrize(("family", "degrees", "fsdp"), [
     ("llama", {"tp": 2}, False), ("mixtral", {"tp": 2}, False), ("llama", {"dp": 2}, True)], ids=str)  # fmt: skip
 def test_loading_takes_a_fifth_more_than_the_ranks_share_and_one_tensor(tmp_path, family, degrees, fsdp):
@@ -411,16 +402,14 @@ def peak_of_saving(folder, target):
     """(bytes that saving added at most on this rank, bytes of the model, bytes of the largest tensor)."""
     applied = from_meta(folder, {"tp": 2})
     applied.save_pretrained(f"{target}/small", max_shard_size="1MB")
-    gc.collect()
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = memory("VmRSS")
+    before = memory_now()
     applied.save_pretrained(f"{target}/large", max_shard_size="10MB")
     sizes = [4 * torch.Size(shape).numel() for shape in applied.plan.parameters.values()]
-    return memory("VmHWM") - before, sum(sizes), max(sizes)
+    return memory_peak() - before, sum(sizes), max(sizes)
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak counter")
+@needs_peak_counter
 def test_saving_holds_one_file_on_the_first_rank_and_one_tensor_on_the_others(tmp_path):
     config = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_key_value_heads": 4}
     folder = folder_of(tmp_path / "model", "llama", **config)
