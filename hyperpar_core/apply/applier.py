@@ -42,7 +42,7 @@ from .root import Root, Stack
 from .router_logits import AuxLoss, RouterLogits
 from .rows import Block, Rows
 from .streams import Streams, at_boundary, declares_randomness, projections, refuse_layerdrop
-from .validate import ParameterView, Validation, raise_mismatch, register_attention, sees_local
+from .validate import ParameterView, Validation, raise_mismatch, register_strategies, sees_local
 
 __all__ = ["Installed", "install"]
 
@@ -272,7 +272,7 @@ class _Installer:
         mesh = submesh(self.mesh, dp=False)
         if self.mode != "validate" or mesh is None:
             return None
-        register_attention()
+        register_strategies()
         return Validation(contract, mesh, self.axes, self.state.report or raise_mismatch, self.state)
 
     def _view(

@@ -24,7 +24,7 @@ from ..errors import PlacementMismatch
 from ..placement import Layout, Placement, SharedShard, format_placement, layout_on
 from ..plan.contract import Contract
 
-__all__ = ["ParameterView", "Validation", "dispatches", "register_attention"]
+__all__ = ["ParameterView", "Validation", "dispatches", "register_strategies"]
 
 _registered = False
 
@@ -43,8 +43,9 @@ def dispatches(contract: Contract) -> bool:
     return not any(isinstance(p, SharedShard) for use in contract.param_use.values() for p in use.values())
 
 
-def register_attention() -> None:
-    """DTensor strategies for the CPU attention operator, which torch lacks: sharded over heads, over the batch, or not at all."""
+def register_strategies() -> None:
+    """DTensor strategies that torch lacks: the CPU attention operator is sharded over heads, over the batch, or not at all; an empty
+    tensor of another size keeps what it can of its model's placement (latent attention fills its keys in part by part)."""
     global _registered
     if _registered:
         return
@@ -73,6 +74,14 @@ def register_attention() -> None:
         per_row = Shard(0) if attn_mask is not None and attn_mask.shape[0] > 1 else Replicate()
         choices.append(([Shard(1)] * 3, [Shard(1)] * 6 + rest + ([] if attn_mask is None else [per_head])))
         choices.append(([Shard(0)] * 3, [Shard(0)] * 6 + rest + ([] if attn_mask is None else [per_row])))
+        return choices
+
+    @register_sharding(aten.new_empty.default)  # type: ignore[untyped-decorator]
+    def new_empty(x: Any, size: Any, **kwargs: Any) -> list[Any]:
+        same = tuple(x.shape) == tuple(size)
+        choices: list[Any] = [([Replicate()], [Replicate(), None]), ([Partial() if same else Replicate()], [Partial(), None])]
+        if len(x.shape) == len(size):
+            choices += [([Shard(d)], [Shard(d), None]) for d in range(len(size)) if x.shape[d] == size[d]]
         return choices
 
     _registered = True

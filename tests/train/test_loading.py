@@ -399,19 +399,20 @@ def test_an_earlier_save_of_other_files_leaves_nothing_that_a_reader_would_take(
 
 
 def peak_of_saving(folder, target):
-    """(bytes that saving added at most on this rank, bytes of the model, bytes of the largest tensor)."""
+    """(bytes that saving added at most on this rank, bytes of the model)."""
     applied = from_meta(folder, {"tp": 2})
     applied.save_pretrained(f"{target}/small", max_shard_size="1MB")
     dist.barrier()
     before = memory_now()
-    applied.save_pretrained(f"{target}/large", max_shard_size="10MB")
+    applied.save_pretrained(f"{target}/large", max_shard_size="40MB")
     sizes = [4 * torch.Size(shape).numel() for shape in applied.plan.parameters.values()]
-    return memory_peak() - before, sum(sizes), max(sizes)
+    return memory_peak() - before, sum(sizes)
 
 
 @needs_peak_counter
 def test_saving_holds_one_file_on_the_first_rank_and_one_tensor_on_the_others(tmp_path):
-    config = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_key_value_heads": 4}
+    config = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_key_value_heads": 4}
     folder = folder_of(tmp_path / "model", "llama", **config)
-    for rank, (peak, whole, largest) in enumerate(pool(2).run(peak_of_saving, folder, str(tmp_path))):
-        assert whole > 60e6 and peak <= (10e6 if rank == 0 else 0) + 3 * largest + 8e6, (rank, peak, whole, largest)
+    for rank, (peak, whole) in enumerate(pool(2).run(peak_of_saving, folder, str(tmp_path))):
+        # a tensor has 3 MB; with its parts, in messages and gathered, and the allocator's gaps it takes 8 to 20
+        assert whole > 120e6 and peak <= (40e6 if rank == 0 else 0) + 32e6, (rank, peak, whole)
