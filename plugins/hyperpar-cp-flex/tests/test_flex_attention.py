@@ -118,6 +118,7 @@ def test_more_queries_than_one_strip_and_tiles_that_are_cut_short_are_exact(form
             assert error <= 1e-10
 
 
+@pytest.mark.limit(240)
 def test_the_compiled_kernel_skips_tiles_and_computes_the_same():
     length = 5 * BLOCK + 20  # whole, partial and empty tiles, and tiles that are cut short
     mask = mask_of(sliding_window_causal_mask_function(300), "contiguous", length, documents_of(length)[2])
