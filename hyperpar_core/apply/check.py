@@ -131,9 +131,13 @@ def check_plan(
 
 class _FakeTensors(FakeTensorMode):
     """Where a model's own code asks for values, which fake tensors don't have, they are 0, and the entries that aren't 0 are one: an
-    expert that is picked, a token that it gets. Placements don't depend on how many there are."""
+    expert that is picked, a token that it gets. Rows that are split by such values all go to the first part. Placements don't depend
+    on how many there are."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.split_with_sizes.default and not any(args[1]):
+            x, sizes, *dim = args
+            args = (x, [x.shape[dim[0] if dim else 0], *sizes[1:]], *dim)
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except DataDependentOutputException:

@@ -297,7 +297,10 @@ def _linear_attention(ctx: PlanContext, fqn: str, module: nn.Module, owned: Mapp
         if isinstance(getattr(module, "conv_dim", None), int):
             conv = next((s for name, s in contract.sections.items() if module.conv_dim == owned[name].shape[0]), None)
             if conv is None:
-                raise PlanError(f"{fqn}: no packed parameter has the {module.conv_dim} rows that conv_dim counts.")
+                raise PlanError(
+                    f"{fqn}: its conv_dim counts {module.conv_dim} rows, and no parameter with as many has sections that tp could cut.\n"
+                    "  Give its convolution's weight the role packed, with sections, in a family adapter (hook hyperpar_model_families)."
+                )
             counts["conv_dim"] = sum(s.size // ctx.tp if isinstance(s.placement, Shard) else s.size for s in conv)
     # a recurrence steps through the sequence in place, which DTensor can't follow
     return replace(contract, template="linear_attention", divide=divide, counts=counts, region_dispatch=False)

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from hyperpar_core.collectives.functional import AxisGroup, exchange
 
@@ -60,7 +61,8 @@ class AllToAll:
         hidden, chosen = next(iter(contract.features.values())), contract.features.get("experts_per_token")
         if chosen is None:
             return None
-        experts = next(shapes[name][0] for name, layout in contract.params.items() if "ep" in layout)
+        first = next(shapes[name][0] for name, layout in contract.params.items() if "ep" in layout)
+        experts = next(iter(contract.stacked.values()), first)
         here = experts // ranks
         rows = round(tokens * ranks * (1 - comb(experts - here, chosen) / comb(experts, chosen)))
         row, beside = hidden * width, chosen * width
@@ -105,10 +107,26 @@ def _number(experts: int) -> torch.dtype:
     return torch.uint8 if experts < 256 else torch.int16 if experts < 32768 else torch.int32
 
 
+class _SumRows(torch.autograd.Function):
+    """index_add, which keeps the indices for its backward and not the rows too, as torch's own does."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, count: int, wide: torch.dtype) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.dtype = rows.dtype
+        return torch.zeros(count, rows.shape[1], dtype=wide, device=rows.device).index_add_(0, index, rows.to(wide))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (index,) = ctx.saved_tensors
+        return grad.index_select(0, index).to(ctx.dtype), None, None, None
+
+
 def _sum_rows(rows: Tensor, index: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """[count, H]: the sum of the rows of each index, in the wider dtype."""
     wide = torch.promote_types(rows.dtype, dtype)
-    return torch.zeros(count, rows.shape[1], dtype=wide, device=rows.device).index_add(0, index, rows.to(wide))
+    return _SumRows.apply(rows, index, count, wide)  # type: ignore[no-any-return, no-untyped-call]
 
 
 Build = Callable[[AxisGroup, int], Dispatcher]

@@ -12,6 +12,7 @@ from hyperpar_core.descriptors import LocalComputeFactory, PluginInfo
 
 from . import archetypes
 from .dispatch import DISPATCHERS, Build
+from .traffic import of_pairs, of_sorted_rows
 
 __all__ = ["archetypes_with", "hyperpar_local_compute_factories", "hyperpar_plugin_info"]
 
@@ -29,7 +30,7 @@ OFFERED = {
 }
 
 # A row for each pair of a token and an expert travels, not one for each rank.
-SENDS_OTHERWISE = ("expert_modules", "llama4_scaled_inputs", "jetmoe_sorted_rows")
+SENDS_PAIRS = ("expert_modules", "llama4_scaled_inputs")
 
 
 @hookimpl
@@ -51,6 +52,11 @@ def archetypes_with(build: Build, suffix: str) -> list[LocalComputeFactory]:
 
 
 def _offered(name: str, own: str, factory: Callable[..., Any], build: Build) -> LocalComputeFactory:
+    traffic = getattr(build, "traffic", None)
+    if name in SENDS_PAIRS and traffic is not None:
+        traffic = of_pairs(traffic)
+    elif name == "jetmoe_sorted_rows":  # it takes no dispatcher
+        traffic = of_sorted_rows
     return LocalComputeFactory(
         own,
         factory=factory,
@@ -58,7 +64,7 @@ def _offered(name: str, own: str, factory: Callable[..., Any], build: Build) -> 
         needs_axis="ep",
         region_dispatch=False,
         summary=OFFERED[name][1],
-        traffic=getattr(build, "traffic", None) if name not in SENDS_OTHERWISE else None,
+        traffic=traffic,
     )
 
 

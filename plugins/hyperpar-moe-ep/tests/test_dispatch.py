@@ -95,6 +95,26 @@ def test_a_token_travels_once_to_each_rank_in_three_messages_forward_and_two_bac
         assert rows < 40 * K
 
 
+def kept():
+    """Elements of the floating tensors that a dispatch keeps for its backward, around experts that keep none."""
+    group = axis_group(make_mesh(dp=2)["dp"])
+    x, indices, weights = routing(group.rank, 40, torch.float32)
+    held = []
+
+    def keep(tensor):
+        held.append(tensor.numel() * tensor.is_floating_point())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = AllToAll(group, EXPERTS // 2)(lambda rows, expert, weight: rows + weight, x, indices, weights)
+    y.sum().backward()
+    return sum(held)
+
+
+def test_no_rows_are_kept_for_the_backward():
+    assert pool(2).run(kept) == [0, 0]
+
+
 def half_precision():
     """The error of a sum of 2 experts' outputs in bfloat16, with weights in float32 and in bfloat16."""
     group = axis_group(make_mesh(dp=2)["dp"])

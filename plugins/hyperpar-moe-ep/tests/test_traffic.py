@@ -1,7 +1,10 @@
 """What a plan says its experts send is what the process groups see."""
 
+from unittest import mock
+
 import pytest
 import torch
+import toy_moe
 from hyperpar_moe_ep.dispatch import AllToAll
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,13 +52,33 @@ def step(family, degrees, ep, config):
 @pytest.mark.parametrize(
     ("family", "degrees", "ep"),
     [("mixtral", {"dp": 2}, 2), ("mixtral", {"tp": 2}, 2), ("qwen2_moe", {"dp": 2}, 2), ("olmoe", {"dp": 2, "tp": 2}, 2),
-     ("deepseek_v3", {"dp": 2, "tp": 2}, 4)],
+     ("deepseek_v3", {"dp": 2, "tp": 2}, 4), ("llama4_text", {"dp": 2}, 2), ("llama4_text", {"tp": 2}, 2), ("jetmoe", {"dp": 2}, 2)],
     ids=str,
 )  # fmt: skip
 def test_a_step_makes_the_predicted_collectives_with_the_predicted_bytes_on_every_rank(family, degrees, ep):
     ranks = 2 * len(degrees)
     for predicted, seen in pool(ranks).run(step, family, degrees, ep, {"num_experts_per_tok": 4}):
         assert seen == predicted and seen["all_to_all"]
+
+
+def step_of_a_list(folder):
+    """The same of a block that calls experts one by one, and says of how many a token goes to."""
+    with toy_moe.installed(folder), mock.patch.object(toy_moe, "CHOSEN", toy_moe.EXPERTS):
+        model = toy_moe.ToyMoE()
+        for layer in model.layers:
+            layer.moe.top_k = toy_moe.CHOSEN
+        mesh = make_mesh(dp=2)
+        plan = build_plan(model, mesh, ep_size=2, overrides=suggest_overrides(model, mesh, ep_size=2))
+        applied = apply_plan(model, plan, mesh, checks=None)
+        batch = applied.shard_batch(tiny_batch(model, batch=2, seq=16))
+        with Counted() as counter:
+            model(**batch).loss.backward()
+        return predict(plan, 2, 16, bytes_per_element=4, dp=2), counter.total
+
+
+def test_experts_called_one_by_one_send_what_is_predicted(tmp_path):
+    for predicted, seen in pool(2).run(step_of_a_list, toy_moe.write_distribution(tmp_path)):
+        assert seen == predicted and seen["all_to_all"][0] == 10
 
 
 HIDDEN, CHOSEN, TOKENS = 256, 4, 3000

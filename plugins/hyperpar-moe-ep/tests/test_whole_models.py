@@ -174,8 +174,8 @@ def test_fused_adamw_steps_over_both_meshes_as_one_process_does(degrees, ep):
         assert worst < 1e-5
 
 
-@pytest.mark.parametrize(("family", "ep"), [("mixtral", 4), ("gpt_oss", 4), ("qwen2_moe", 1)])
-def test_a_plan_for_a_thousand_ranks_is_checked_offline(family, ep):
-    model, sizes = tiny_model(family), {"dp": 512, "tp": 2}
+@pytest.mark.parametrize(("family", "tp", "ep"), [("mixtral", 2, 4), ("gpt_oss", 2, 4), ("qwen2_moe", 2, 1), ("jetmoe", 1, 4)])
+def test_a_plan_for_a_thousand_ranks_is_checked_offline(family, tp, ep):
+    model, sizes = tiny_model(family), {"dp": 1024 // tp, "tp": tp}
     plan = build_plan(model, sizes, ep_size=ep, overrides=suggest_overrides(model, sizes, ep_size=ep))
     assert not check_plan(plan, model, world_size=1024).problems
