@@ -154,7 +154,8 @@ class Applied:
     def fully_shard(self, **options: Any) -> nn.Module:
         """FSDP2 over dp (x cp), experts over edp; from then on FSDP sums gradients over them. Options are torch's fully_shard's.
 
-        Every rank calls it once, before an optimizer is made.
+        Every rank calls it once, before an optimizer is made. Modules of another dtype than their layer are sharded by themselves and
+        compute in it. ApplyError, with nothing changed, for options that follow from the plan and for a module of two dtypes.
         """
         installed = self._live()
         if self.data_parallel != "core":
@@ -163,10 +164,10 @@ class Applied:
             )
         if self._sharded:
             raise ApplyError("fully_shard was called on this model already.")
-        layers = find_structure(self.model).layers
+        groups = fsdp.Groups.of(self.model, self.mesh, find_structure(self.model).layers, options)
         before = remember(self.model)
         self._sums.remove()
-        fsdp.shard_model(self.model, self.mesh, tuple(self.plan.sizes), layers, options, self.expert_mesh)
+        fsdp.shard_model(self.model, self.mesh, tuple(self.plan.sizes), groups, self.expert_mesh)
         installed.parameters.clear()  # FSDP holds its own
         self._sharded = True
         retire(before, self.model, "fully_shard")

@@ -100,6 +100,83 @@ def test_float64_is_exact(degrees):
         assert error < 1e-10, name
 
 
+def routers_apart(family, degrees, ep, policy):
+    """A model of float64 whose routers are float32: (error over two steps, the dtypes that they compute in, what differs)."""
+    model = small(family, torch.float64, num_hidden_layers=2)
+    odd = [name for name, p in model.named_parameters() if p.dtype is torch.float32]
+    single, mesh = copy.deepcopy(model), make_mesh(**degrees)
+    overrides = suggest_overrides(model, mesh, ep_size=ep)
+    applied = apply_plan(model, build_plan(model, mesh, ep_size=ep, overrides=overrides), mesh)
+    applied.fully_shard(**({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64)} if policy else {}))
+    seen = set()
+    for name in odd:
+        router = model.get_submodule(name.rpartition(".")[0])
+        router.register_forward_pre_hook(lambda m, args: seen.update(p.dtype for p in m._parameters.values() if p is not None))
+    batch = tiny_batch(model, batch=2 * degrees.get("dp", 1), seq=16)
+    mine, errors = applied.shard_batch(part(applied, batch)), []
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (model, single)]
+    for _ in range(2):
+        for m, b, optimizer in zip((model, single), (mine, batch), optimizers, strict=True):
+            optimizer.zero_grad()
+            step(m, b)
+        errors.append(error_of(applied, single))
+        norms = [float(applied.clip_grad_norm_(1.0)), float(torch.nn.utils.clip_grad_norm_(single.parameters(), 1.0))]
+        errors.append((abs(norms[0] / norms[1] - 1), "norm"))
+        for optimizer in optimizers:
+            optimizer.step()
+    return max(errors), len(odd), seen, replica_differences(model)
+
+
+@pytest.mark.parametrize("policy", [False, True], ids=["", "policy"])
+@pytest.mark.parametrize(
+    ("family", "degrees", "ep"),
+    [("deepseek_v3", {"dp": 2, "tp": 2}, 2), ("hunyuan_v1_moe", {"dp": 2}, 2), ("ernie4_5_moe", {"dp": 2, "tp": 2}, 1)],
+    ids=str,
+)
+def test_a_router_of_another_dtype_is_sharded_by_itself_and_computes_in_its_own(family, degrees, ep, policy):
+    ranks = pool(torch.tensor(list(degrees.values())).prod().item())
+    for (error, name), odd, seen, differing in ranks.run(routers_apart, family, degrees, ep, policy):
+        assert odd and error < 1e-5, name  # the routers' own dtype
+        assert seen == {torch.float32} and differing == []
+
+
+def two_dtypes_in_a_module():
+    model = small("olmo_hybrid", torch.bfloat16, num_hidden_layers=2)
+    mesh = make_mesh(dp=2)
+    applied = apply_plan(model, build_plan(model, mesh), mesh)
+    before = [id(p) for p in model.parameters()]
+    refused = raised(applied.fully_shard)
+    untouched = before == [id(p) for p in model.parameters()]
+    model.float()
+    return refused, untouched
+
+
+def test_a_module_that_holds_two_dtypes_is_refused_by_its_parameters_name():
+    for (kind, text), untouched in pool(2).run(two_dtypes_in_a_module):
+        assert kind == "ApplyError" and untouched
+        assert "A_log is torch.float32, and its module holds torch.bfloat16 beside it" in text and "model.float()" in text
+
+
+def refused(options):
+    """(the error, the largest difference of a gradient afterwards) of a call with options that FSDP can't have."""
+    applied, single, batch = planned("qwen3", dp=2)
+    error = raised(lambda: applied.fully_shard(**options))
+    step(applied.model, share(applied, batch))
+    step(single, batch)
+    return error, error_of(applied, single)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"mesh": None}, "mesh follows from the plan"), ({"reshard": True}, "no option reshard (options: reshard_after_forward, ")],
+    ids=str,
+)
+def test_a_refused_call_leaves_the_gradients_sums_on(options, words):
+    for (kind, text), (error, name) in pool(2).run(refused, options):
+        assert kind == "ApplyError" and words in text
+        assert error < 1e-5, name
+
+
 def nothing_to_shard():
     applied, single, batch = planned("qwen3", tp=2)
     refused = raised(applied.fully_shard)
