@@ -90,9 +90,8 @@ class Applied:
 
     def shard_batch(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Any:
         """This rank's share of its dp rank's whole sequences: see train.batch.shard_batch. Every rank calls it."""
-        if self.checks is not None and self.checks.inputs != 0:
-            batches.compare(batch, self._groups.get("cp"), next(self.model.parameters()).device)
-        shares = batches.shard_batch(self.model, batch, self._groups, self.plan.cp_order)
+        check = self.checks is not None and self.checks.inputs != 0
+        shares = batches.shard_batch(self.model, batch, self._groups, self.plan.cp_order, check)
         self._tokens = batches.lengths(batch, shares)
         if self._installed is not None:
             first = shares if isinstance(shares, Mapping) else shares[0]

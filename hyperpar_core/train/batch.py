@@ -15,7 +15,7 @@ from ..collectives.functional import AxisGroup, all_gather, all_reduce
 from ..errors import ApplyError, RankMismatch
 from ..plan.build import find_family
 
-__all__ = ["compare", "lengths", "reduce_loss", "shard_batch", "unshard"]
+__all__ = ["lengths", "reduce_loss", "shard_batch", "unshard"]
 
 IGNORE = -100
 # What has a value for each token, and what stands in its place on padding; the last two are read here and don't travel as they are.
@@ -69,6 +69,7 @@ def shard_batch(
     batch: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     groups: Mapping[str, AxisGroup],
     order: str = "head_tail",
+    check: bool = False,
 ) -> dict[str, Any] | list[dict[str, Any]]:
     """This rank's share of one batch, or of a step's list of micro-batches. Every rank calls it with its dp rank's whole sequences.
 
@@ -79,18 +80,25 @@ def shard_batch(
     its labels are ignored), and ids, positions and labels are cut to this rank's tokens, [batch, local]. attention_mask stays whole,
     [batch, padded sequence]: 0 for padding, else the number of the token's document, from `document_ids` [batch, sequence] or, as in
     one process, from position_ids that restart where no attention_mask is given. ApplyError for what can't be cut rightly,
-    RankMismatch on all ranks where some of dp have labels and others none.
+    RankMismatch on all ranks where some of dp have labels and others none, and on the other dp ranks where one is refused.
+    check: whether ranks of cp compare what they were given first, RankMismatch where it differs.
     """
-    if not isinstance(batch, Mapping):
+    device = next(model.parameters()).device
+    shares: list[dict[str, Any]] = []
+    refusal: Exception | None = None
+    try:
+        if check and "cp" in groups:
+            _compare(batch, groups["cp"], device)
         parts = _parts(batch)
         if not parts:
             raise ApplyError("shard_batch: an empty list of micro-batches.")
         shares = [_share(model, part, groups.get("cp"), order) for part in parts]
-        _count(shares, groups)
-        return shares
-    share = _share(model, batch, groups.get("cp"), order)
-    _count([share], groups)
-    return share
+    except Exception as error:
+        if "dp" not in groups:
+            raise
+        refusal = error  # the other ranks of dp wait for this one's count
+    _count(shares, groups, refusal, _first(shares[0]).device if shares else device)
+    return shares[0] if isinstance(batch, Mapping) else shares
 
 
 def _share(model: nn.Module, batch: Mapping[str, Any], group: AxisGroup | None, order: str) -> dict[str, Any]:
@@ -228,10 +236,8 @@ def _positions(model: nn.Module, share: Mapping[str, Any], documents: Tensor) ->
     return index - index.masked_fill(~starts, 0).cummax(1).values
 
 
-def compare(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], group: AxisGroup | None, device: torch.device) -> None:
+def _compare(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], group: AxisGroup, device: torch.device) -> None:
     """Raises RankMismatch unless all ranks of cp were given the same whole sequences."""
-    if group is None:
-        return
     for part in _parts(batch):
         compare_inputs((), part, group, device)
 
@@ -257,14 +263,21 @@ def unshard(x: Tensor, dim: int, group: AxisGroup | None, order: str, tokens: in
 # ---- the loss
 
 
-def _count(shares: list[dict[str, Any]], groups: Mapping[str, AxisGroup]) -> None:
-    """One number of targets for all shares of all ranks. Every rank of dp takes part, with labels or without."""
+def _count(
+    shares: list[dict[str, Any]], groups: Mapping[str, AxisGroup], refusal: Exception | None, device: torch.device
+) -> None:
+    """One number of targets for all shares of all ranks. Every rank of dp takes part, with labels or without, and where its batch was
+    refused: then all of them raise."""
     with_labels = [s for s in shares if s.get("shift_labels") is not None]
-    none = torch.zeros((), dtype=torch.long, device=_first(shares[0]).device)
-    total = sum(((s["shift_labels"] != IGNORE).sum() for s in with_labels), none)
+    total = sum(((s["shift_labels"] != IGNORE).sum() for s in with_labels), torch.zeros((), dtype=torch.long, device=device))
     if "dp" in groups:
         group = groups["dp"]
-        total, ranks = all_reduce(torch.stack([total, torch.full_like(total, bool(with_labels))]), group).unbind()
+        mine = torch.stack([total, torch.full_like(total, bool(with_labels)), torch.full_like(total, refusal is not None)])
+        total, ranks, refused = all_reduce(mine, group).unbind()
+        if refusal is not None:
+            raise refusal
+        if refused:
+            raise RankMismatch(f"shard_batch: the batch of {int(refused)} of {group.ranks} dp ranks was refused; the error there says why.")
         if int(ranks) not in (0, group.ranks):
             raise RankMismatch(
                 f"shard_batch: {int(ranks)} of {group.ranks} dp ranks brought labels, and this one {'did' if with_labels else 'none'}.\n"

@@ -76,6 +76,24 @@ def test_labels_on_some_dp_ranks_alone_are_an_error_on_all_and_none_at_all_are_f
     assert pool(2).run(some_labels, [0, 1], timeout=30) == [True, True]
 
 
+def refused_on(rank_, what):
+    """What each rank is told where the batch of one dp rank can't be taken, and the number of targets of the next step."""
+    applied, _, batch = planned("llama", dp=2)
+    mine = part(applied, batch)
+    bad = {"labels": {**mine, "labels": mine["labels"][:, 1:]}, "no batch": None, "empty": []}[what]
+    error = raised(lambda: applied.shard_batch(bad if dist.get_rank() == rank_ else mine))
+    return error, int(applied.shard_batch(mine)["num_items_in_batch"])
+
+
+@pytest.mark.parametrize("what", ["labels", "no batch", "empty"])
+@pytest.mark.parametrize("rank_", [0, 1])
+def test_a_batch_that_one_dp_rank_cant_take_is_an_error_on_all(rank_, what):
+    for rank, ((kind, text), targets) in enumerate(pool(2).run(refused_on, rank_, what, timeout=30)):
+        assert kind == ("ApplyError" if rank == rank_ else "RankMismatch")
+        assert rank == rank_ or "the batch of 1 of 2 dp ranks was refused" in text
+        assert targets > 0
+
+
 def no_batches():
     applied, _, batch = planned("llama", dp=2)
     return [raised(lambda given=given: applied.shard_batch(given)) for given in (batch["input_ids"], [batch["input_ids"]], None, "ids")]
