@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from ..errors import ApplyError
 from .generation import in_step
 from .misuse import refuse_ddp
 
@@ -63,6 +64,11 @@ def _read(module: nn.Module, name: str) -> Any:
     if not state.region.active or not isinstance(parameter, DTensor):
         return parameter
     placements, view = state.local[name]
+    if len(placements) != parameter.device_mesh.ndim:
+        raise ApplyError(
+            f"{state.region.fqn}: its code reads {name} of a {type(module).__name__}, of which FSDP holds"
+            " a part on each rank: that module isn't called itself.\n  fully_shard the module whose code reads it."
+        )
     local = local_part(parameter, placements)
     return local if view is None else view(local)
 

@@ -87,9 +87,13 @@ def _placement(ranks: int) -> Any:
     return choose
 
 
-def _expert_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that directly hold parameters on the expert mesh."""
-    return [m for m in model.modules() if any(_on_ep(p) for p in m._parameters.values())]
+def _expert_modules(module: nn.Module) -> list[nn.Module]:
+    """The topmost modules that hold parameters on the expert mesh and no others: their code may read those of the modules inside."""
+    held = list(module.parameters())
+    if held and all(_on_ep(p) for p in held) and _is_called(module):
+        return [module]
+    inside = [found for child in module.children() for found in _expert_modules(child)]
+    return [*inside, module] if any(_on_ep(p) for p in module._parameters.values()) else inside
 
 
 def _on_ep(parameter: Any) -> bool:

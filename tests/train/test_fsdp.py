@@ -2,6 +2,7 @@
 
 import copy
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hyperpar_core import apply_plan, build_plan, make_mesh, suggest_overrides
 from hyperpar_core.testing import no_float32_casts, pool, replica_differences, tiny_batch
+from hyperpar_core.train import data_parallel
 
 
 def sharded(family, degrees, options, ep=1, prefetch=False):
@@ -175,6 +177,36 @@ def test_a_refused_call_leaves_the_gradients_sums_on(options, words):
     for (kind, text), (error, name) in pool(2).run(refused, options):
         assert kind == "ApplyError" and words in text
         assert error < 1e-5, name
+
+
+def experts_inside(around):
+    """Experts that read the parameters of a module inside them, which isn't called: (error of a step, or what was raised)."""
+    model = small("dbrx", num_hidden_layers=1)
+    single, mesh = copy.deepcopy(model), make_mesh(dp=4)
+    applied = apply_plan(model, build_plan(model, mesh, ep_size=2, overrides=suggest_overrides(model, mesh, ep_size=2)), mesh)
+    if not around:  # as a caller might
+        inside = model.transformer.blocks[0].ffn.experts.mlp
+        with mock.patch.object(data_parallel, "_expert_modules", lambda model: [inside]):
+            applied.fully_shard()
+    else:
+        applied.fully_shard()
+    batch = tiny_batch(model, batch=4, seq=8)
+    mine = applied.shard_batch(part(applied, batch))
+    if not around:
+        return raised(lambda: step(model, mine))
+    step(model, mine)
+    step(single, batch)
+    return error_of(applied, single)
+
+
+def test_fsdp_gathers_what_experts_read_of_modules_inside_them():
+    for error, name in pool(4).run(experts_inside, True):
+        assert error < 1e-5, name
+
+
+def test_parameters_that_fsdp_holds_in_parts_are_never_read_as_if_they_were_whole():
+    for kind, text in pool(4).run(experts_inside, False):
+        assert kind == "ApplyError" and "transformer.blocks.0.ffn: its code reads" in text and "fully_shard the module" in text
 
 
 def nothing_to_shard():
