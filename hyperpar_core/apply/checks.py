@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..collectives.functional import AxisGroup, all_gather, all_reduce, axis_group
@@ -101,14 +102,14 @@ def _bits(x: Tensor) -> Tensor:
 
 def _held(model: nn.Module) -> Iterator[tuple[str, DTensor, str, AxisGroup]]:
     """(name, parameter, axis, its ranks) of every parameter that an axis of its mesh replicates."""
-    groups: dict[tuple[int, int], AxisGroup] = {}
+    groups: dict[tuple[DeviceMesh, int], AxisGroup] = {}
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             continue
         mesh = parameter.device_mesh
         for i, (axis, placement) in enumerate(zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)):
             if isinstance(placement, Replicate) and mesh.size(i) > 1:
-                key = (id(mesh), i)
+                key = (mesh, i)
                 if key not in groups:
                     groups[key] = axis_group(mesh[axis])
                 yield plain_name(name), parameter, axis, groups[key]

@@ -32,10 +32,13 @@ def _cut_over(grad: Tensor) -> tuple[Any, tuple[int, ...]]:
 
 
 def _norms(grads: list[Tensor], kind: float) -> Tensor:
-    """The sum of |g|^kind over the local parts (for inf: their largest value), in at least float32."""
-    wide = [g if g.dtype == torch.float64 else g.float() for g in map(_local, grads) if g.numel()]
+    """The sum of |g|^kind over the local parts (for inf: their largest value), in at least float32, and in one dtype on all ranks: that
+    of a rank whose parts are all empty is theirs too."""
+    parts = [_local(g) for g in grads]
+    dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+    wide = [part.to(dtype) for part in parts if part.numel()]
     if not wide:
-        return torch.zeros((), device=_local(grads[0]).device)
+        return torch.zeros((), dtype=dtype, device=parts[0].device)
     norms = torch.stack(torch._foreach_norm(wide, kind))
     return norms.max() if math.isinf(kind) else norms.pow(kind).sum()
 
@@ -55,14 +58,14 @@ def clip_grad_norm(
     kind = float(norm_type)
     if not kind > 0:
         raise ApplyError(f"clip_grad_norm_: norm_type is {norm_type}; it must be positive, or inf.")
-    groups: dict[tuple[int, tuple[int, ...]], tuple[Any, list[Tensor]]] = {}
+    groups: dict[tuple[Any, tuple[int, ...]], tuple[Any, list[Tensor]]] = {}  # equal meshes are one: FSDP makes one for each parameter
     for parameter in parameters:
         mesh, dims = _cut_over(parameter.grad if parameter.grad is not None else parameter.detach())
-        entry = groups.setdefault((id(mesh) if dims else 0, dims), (mesh, []))
+        entry = groups.setdefault((mesh if dims else None, dims), (mesh, []))
         if parameter.grad is not None:
             entry[1].append(parameter.grad)
         elif dims and isinstance(parameter, DTensor):
-            entry[1].append(torch.zeros(0, device=parameter.device))  # this rank still joins the sum over its shards
+            entry[1].append(torch.zeros(0, dtype=parameter.dtype, device=parameter.device))  # this rank still joins the sum over its shards
     total: Tensor | None = None
     for (_, dims), (mesh, grads) in groups.items():
         part = _norms(grads, kind) if grads else None

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from core_tools import error_of, part, raised, small, step
+from core_tools import counted, error_of, part, raised, small, step
 from torch.distributed.tensor import DTensor
 
 from hyperpar_core import apply_plan, build_plan, make_mesh, suggest_overrides
@@ -12,9 +12,9 @@ from hyperpar_core.testing import pool, tiny_batch
 from hyperpar_core.train.clip import clip_grad_norm
 
 
-def stepped(family, degrees, ep=1, fsdp=False):
+def stepped(family, degrees, ep=1, fsdp=False, dtype=torch.float32):
     """A planned model and one process, each after a backward."""
-    model = small(family, num_hidden_layers=2)
+    model = small(family, dtype, num_hidden_layers=2)
     single, mesh = copy.deepcopy(model), make_mesh(**degrees)
     overrides = suggest_overrides(model, mesh, ep_size=ep)
     applied = apply_plan(model, build_plan(model, mesh, ep_size=ep, overrides=overrides), mesh)
@@ -61,6 +61,21 @@ def test_every_kind_of_norm_is_that_of_one_process_and_equal_on_all_ranks(mesh, 
 def test_gradients_within_the_limit_stay_bitwise():
     for ours, _, again, _ in pool(2).run(clipped, "qwen3", {"tp": 2}, 1, False, 2.0, 2.0):
         assert ours == again
+
+
+def few_messages():
+    """(norm here, in one process, collectives) where a gradient, a gate's of one row, is on the first dp rank alone."""
+    applied, single = stepped("qwen2_moe", {"dp": 2, "tp": 2}, 1, True, torch.float64)
+    reference = float(torch.nn.utils.get_total_norm([p.grad for p in single.parameters()]))
+    norms = []
+    messages = counted(lambda: norms.append(float(applied.clip_grad_norm_(1.0))))
+    return norms[0], reference, messages
+
+
+def test_ranks_that_hold_nothing_of_a_gradient_sum_in_its_dtype_and_all_of_one_kind_go_together():
+    for ours, theirs, messages in pool(4).run(few_messages):
+        assert ours == pytest.approx(theirs, rel=1e-7)  # its router knows float32 alone
+        assert messages == {"all_reduce": 3}  # what is cut over dp and tp: two; over dp alone: one
 
 
 def ways(degrees):
