@@ -83,7 +83,7 @@ def shard_batch(
     RankMismatch on all ranks where some of dp have labels and others none, and on the other dp ranks where one is refused.
     check: whether ranks of cp compare what they were given first, RankMismatch where it differs.
     """
-    device = next(model.parameters()).device
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     shares: list[dict[str, Any]] = []
     refusal: Exception | None = None
     try:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import comb, prod
+from math import prod
 
 from ..errors import PlanError
 from ..placement import Layout
@@ -251,12 +251,11 @@ def _expert_terms(plan: ShardingPlan, contract: Contract, h: int, e: int) -> lis
     chosen = contract.features.get("experts_per_token", 1)
     terms: list[Term] = [(e, h, "in")]
     up = down = shared = 0.0
-    experts, seen = 0, seen_shapes(plan, contract)
+    seen = seen_shapes(plan, contract)
     for name in contract.params:
         shape = plan.parameters[_full(contract, name)]
         if len(shape) == 3 and h:
-            experts = shape[0]
-            width = prod(seen[name]) / experts / h  # over ep, rows from other ranks come in place of those that leave
+            width = prod(seen[name]) / shape[0] / h  # over ep, rows from other ranks come in place of those that leave
             if name.rpartition(".")[2] in ROWWISE:
                 down = width
             else:
@@ -266,14 +265,7 @@ def _expert_terms(plan: ShardingPlan, contract: Contract, h: int, e: int) -> lis
         elif len(shape) == 2 and "gate" in name:
             terms.append((4, shape[0], "router logits"))
     terms += [(e, chosen * 2 * h, "to and from experts"), (e, chosen * (up + 2 * down), "inside experts")]
-    if plan.ep_size > 1:
-        terms.append((e, (chosen + _ranks_of_a_token(experts, chosen, plan.ep_size)) * h, "sent back"))
     return [*terms, *([(e, shared, "shared experts")] if shared else [])]
-
-
-def _ranks_of_a_token(experts: int, chosen: int, ranks: int) -> float:
-    """How many of `ranks` hold one of `chosen` experts, all choices as likely."""
-    return ranks * (1 - comb(experts - experts // ranks, chosen) / comb(experts, chosen)) if experts >= chosen else 0.0
 
 
 def _head_terms(plan: ShardingPlan, contract: Contract, h: int, e: int) -> list[Term]:
